@@ -70,19 +70,42 @@ def added(sums: Sequence[UOp], left: Sequence[UOp], right: UOp, *after: UOp) -> 
     them. `right`: the first element of the other operand, float16, in an array in shared memory where each column has
     128 bytes, 64 of the common dimension. The k-th 16 bytes of column c lie at place k ^ c % 8, so that those of eight
     columns are in all banks."""
+    described = _described(len(sums) + 4)
+    n, words = len(sums), [f'"r"({{{len(sums) + i}}})' for i in range(4)]
+    inputs = ", ".join(f"%{n + i}" for i in range(4))
+    operands = [*words, f'"l"({described})']
+    return _product(sums, (*left, right), f"{{{{{inputs}}}}}, %{n + 4}, p, 1, 1, 0", operands, after)
+
+
+def added_shared(sums: Sequence[UOp], left: UOp, right: UOp, *after: UOp) -> UOp:
+    """As `added`, with the left operand in shared memory too: `left` is its first element, and its rows lie there as
+    the columns of the right one do."""
     n = len(sums)
-    outs, ins = (", ".join(f"%{i}" for i in places) for places in (range(n), range(n, n + 4)))
-    described = f"(unsigned long long)((uint)__cvta_generic_to_shared({{{n + 4}}}) >> 4) | {_LAYOUT:#x}ull"
+    operands = [f'"l"({_described(n + i)})' for i in (0, 1)]
+    # tinygrad includes the header of halves where a value is one, not for an address.
+    return _product(
+        sums, (left, right, UOp.const(0, dtypes.float16)), f"%{n}, %{n + 1}, p, 1, 1, 0, 0", operands, after
+    )
+
+
+def _described(place: int) -> str:
+    """How the instruction is told of an operand in shared memory, the source of that number."""
+    return f"(unsigned long long)((uint)__cvta_generic_to_shared({{{place}}}) >> 4) | {_LAYOUT:#x}ull"
+
+
+def _product(
+    sums: Sequence[UOp], taken: Sequence[UOp], inputs: str, operands: Sequence[str], after: Sequence[UOp]
+) -> UOp:
+    n = len(sums)
+    outs = ", ".join(f"%{i}" for i in range(n))
     text = (
         f'asm volatile("{{{{ .reg .pred p; setp.eq.u32 p, 1, 1; '
         f"wgmma.mma_async.sync.aligned.m64n{2 * n}k16.f32.f16.f16 "
-        f'{{{{{outs}}}}}, {{{{{ins}}}}}, %{n + 4}, p, 1, 1, 0; }}}}" : '
+        f'{{{{{outs}}}}}, {inputs}; }}}}" : '
         + ", ".join(f'"+f"(*{{{i}}})' for i in range(n))
-        + " : "
-        + ", ".join(f'"r"({{{i}}})' for i in range(n, n + 4))
-        + f', "l"({described}) : "memory");'
+        + f' : {", ".join(operands)} : "memory");'
     )
-    return UOp(Ops.CUSTOM, dtypes.void, (*sums, *left, right, *after), text)
+    return UOp(Ops.CUSTOM, dtypes.void, (*sums, *taken, *after), text)
 
 
 def closed(*products: UOp) -> UOp:

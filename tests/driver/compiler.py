@@ -51,10 +51,14 @@ _REQUEST = re.compile(
     r'asm volatile\("[^"]*cp\.async\.bulk\.prefetch\.L2[^"]*" :: '
     r'"l"\((.*?)\), "r"\(\(uint\)(.*?)\), "r"\((\d+)\)\);'
 )
+_DESCRIBED = r'"l"\(\(unsigned long long\)\(\(uint\)__cvta_generic_to_shared\((.*?)\) >> 4\) \| (\w+)\)'
 _GROUP = re.compile(
     r'asm volatile\("[^"]*wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.f16\.f16 [^"]*" : (.*?) : '
-    r'("r".*?), "l"\(\(unsigned long long\)\(\(uint\)__cvta_generic_to_shared\((.*?)\) >> 4\) \| (\w+)\) : "memory"\);'
+    rf'(?:("r".*?)|{_DESCRIBED}), {_DESCRIBED} : "memory"\);'
 )
+_TILE = re.compile(r'asm volatile\("[^"]*cp\.async\.bulk\.tensor\.(\d)d[^"]*" :: (.*?) : "memory"\);')
+# Barriers of copies that are made at once, and what makes them known.
+_TILES_ORDER = re.compile(r'asm volatile\("[^"]*(?:mbarrier|fence\.proxy\.tensormap)[^"]*" ::.*?"memory"\);')
 _GROUP_ORDER = re.compile(r'asm volatile\("(?:wgmma\.|fence\.proxy)[^"]*" ::: "memory"\);')
 _OPERAND = re.compile(r'"[+]?[fr]"\(')
 _SIZES = {"half": 2, "float": 4, "int": 4, "uint": 4, "unsigned int": 4, "long": 8, "unsigned long": 8}
@@ -81,6 +85,7 @@ class SimulatedCompiler(Compiler):
         before = _MMA.sub(_mma, re.sub(r"#include <cuda_\w+\.h>\n", "", src[: found.start()]))
         signature, arguments, end = _parameters(parameters)
         waits = "__syncthreads" in body or "__WMMA" in body or "wgmma" in body
+        body = _TILES_ORDER.sub("", _TILE.sub(_tile, body))
         body = _GROUP_ORDER.sub("", _GROUP.sub(_group, body))
         body = _REQUEST.sub(_request, body)
         if _COPY.search(body):
@@ -111,12 +116,23 @@ def _mma(function: re.Match[str]) -> str:
 
 def _group(product: re.Match[str]) -> str:
     """A warpgroup's instruction, of which each warp computes its own rows: in cuda.hpp."""
-    sums, words = (_OPERAND.sub("(", operands) for operands in (product[1], product[2]))
+    sums, words, left, layout, right, _ = (_OPERAND.sub("(", operand or "") for operand in product.groups())
     taken = ", ".join(f"&{place}" for place in sums.split(", "))
+    begun = f"{{ float *sums[] = {{{taken}}}; const u32 n = sizeof sums / sizeof *sums;"
+    if left:
+        return f"{begun} group_mma_shared(context, threadIdx, sums, n, {left}, {right}, {layout}); }}"
     return (
-        f"{{ float *sums[] = {{{taken}}}; u32 left[] = {{{words}}}; const u32 n = sizeof sums / sizeof *sums;"
-        f" group_mma(context, threadIdx, __LINE__, sums, n, left, {product[3]}, {product[4]}); }}"
+        f"{begun} u32 left[] = {{{words}}};"
+        f" group_mma(context, threadIdx, __LINE__, sums, n, left, {right}, {product[6]}); }}"
     )
+
+
+def _tile(copy: re.Match[str]) -> str:
+    """A copy of a tile: in cuda.hpp."""
+    operands = re.findall(r'"[rl]"\((?:\(uint\))?(.*?)\)(?=, "[rl]"|$)', copy[2])
+    target, map, column, row, _, ok = operands[:6]
+    target = target.removeprefix("__cvta_generic_to_shared(").removesuffix(")")
+    return f"copy_tile(context, {target}, {map}, {column}, {row}, {ok}, {int(copy[1] == '4')});"
 
 
 def _request(run: re.Match[str]) -> str:

@@ -86,7 +86,7 @@ template <class U, class T> INLINE U *pointer_cast(T *p) { return (U *)p; }
 struct Copies {
   struct { local<char> to; global<char> from; u32 group; } asked[64];
   u32 n = 0, group = 0;
-  template <class T> MEMBER void ask(local<T> to, global<T> from) {
+  template <class T, class U> MEMBER void ask(local<T> to, global<U> from) {
     if (n == 64) return (void)fault(to.c, NO_ROOM, n);
     asked[n++] = {pointer_cast<char>(to), pointer_cast<char>(from), group};
   }
@@ -268,6 +268,40 @@ INLINE void group_mma(Context *c, dim3 t, u32 line, float **sums, u32 n, u32 *le
            (float)*(half *)at_shared(c, at ^ (at >> 7 & 7) << 4, 2);
     }
     *sums[e] += x;
+  }
+}
+
+// The same with the left operand in shared memory too, in rows of 128 bytes for each of 64 rows, of which a warp has 16.
+INLINE void group_mma_shared(Context *c, dim3 t, float **sums, u32 n, local<half> left, local<half> right, u64 description) {
+  u32 id = t.x + c->block.x * (t.y + c->block.y * t.z), group = id % 32 / 4, part = id % 4, warp = id / 32 % 4;
+  u64 stride = (description >> 32 & 0x3FFF) << 4;
+  if (description >> 62 != 1) return (void)fault(c, MISALIGNED, description);
+  auto element = [&](u64 first, u32 line, u32 k) {
+    u64 at = first + line / 8 * stride + line % 8 * 128 + k * 2;
+    return (float)*(half *)at_shared(c, at ^ (at >> 7 & 7) << 4, 2);
+  };
+  for (u32 e = 0; e < n; e++) {
+    u32 row = warp * 16 + group + 8 * (e % 4 / 2), column = e / 4 * 8 + 2 * part + e % 2;
+    float x = 0;
+    for (u32 k = 0; k < 16; k++) x += element(left.offset, row, k) * element(right.offset, column, k);
+    *sums[e] += x;
+  }
+}
+
+// cp.async.bulk.tensor of a descriptor of the tests: an address, bytes of a row, rows, and rows of a tile of 128 bytes,
+// swizzled; with pairs of rows, the first ones of eight pairs come before the second ones. It is made at once.
+INLINE void copy_tile(Context *c, local<half> to, global<u32> map, u32 column, u32 row, bool ok, bool in_pairs) {
+  if (!ok) return;
+  if (to.offset % 1024) return (void)fault(c, MISALIGNED, to.offset);
+  u64 address = *(map + 0) | (u64)*(map + 1) << 32, pitch = *(map + 2);
+  u32 rows = *(map + 3), lines = *(map + 4);
+  for (u32 line = 0; line < lines; line++) {
+    u32 from = in_pairs ? (row + line / 16) * 16 + line % 8 * 2 + line % 16 / 8 : row + line;
+    for (u32 chunk = 0; chunk < 8; chunk++) {
+      void *place = at_shared(c, to.offset + line * 128 + (chunk ^ line % 8) * 16, 16);
+      if (from < rows) memcpy(place, at_global(c, address + from * pitch + column * 2 + chunk * 16, 16), 16);
+      else memset(place, 0, 16);
+    }
   }
 }
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tinygrad import Tensor
     from tinygrad.dtype import DType
 
+    from engine.kernels.kernel import Kernel
     from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
     from engine.targets.nvidia.kernels.products.prompt_products import PromptTiles
     from engine.targets.nvidia.kernels.products.small_batch import SmallBatchTiles
@@ -98,6 +99,7 @@ class Matrix:
         """Adds the product with the activations of so many tokens to a sequence."""
         from tinygrad import dtypes
 
+        from engine.targets.nvidia.kernels.products.copied_matmul import CopiedTiles
         from engine.targets.nvidia.kernels.products.matmul import fragments_size
         from engine.targets.nvidia.kernels.products.prompt_products import prompt_product
         from engine.targets.nvidia.kernels.products.small_batch import (
@@ -107,23 +109,31 @@ class Matrix:
             small_batch_product,
             stored,
         )
+        from engine.targets.nvidia.kernels.products.tensor_maps import on_device, operand_maps
 
         shape, is_gate = (self.layout, tokens, self.rows, self.cols), self.is_gate
         is_few = isinstance(tiles, SmallBatchTiles)
+        kernels: list[tuple[Kernel, AnyTiles]]
         if isinstance(tiles, SmallBatchTiles):
             epilogue = activated("silu") if is_gate else stored(self.rows)
-            kernels, size = [small_batch_product(*shape, tiles, epilogue, "t")], columns_size
-            parts = tiles.splits
+            kernels = [(small_batch_product(*shape, tiles, epilogue, "t"), tiles)]
+            size, parts = columns_size, tiles.splits
         else:
-            kernels, size = prompt_product(*shape, tiles, is_gate, "t"), fragments_size
+            kernels, size = [*prompt_product(*shape, tiles, is_gate, "t")], fragments_size
             parts = tiles.parts
-        buffers = {"x": _scratch(size(tokens, self.cols), dtypes.float16), "planes": self.planes}
+        x = _scratch(size(tokens, self.cols), dtypes.float16)
+        buffers: dict[str, Tensor | list[Tensor]] = {"x": x, "planes": self.planes}
         if not is_few:
             buffers["prompt"] = _state(tokens)
         halves = size(tokens, self.rows // 2)
         out = (halves, dtypes.float16) if is_gate else (parts * tokens * self.rows, dtypes.float32)
-        for kernel in kernels:
-            sequence.add(kernel, out=_scratch(*out, is_out=True), **buffers)
+        for kernel, own in kernels:
+            maps = None
+            if isinstance(own, CopiedTiles):
+                tile = own.width, own.tokens
+                maps = operand_maps(self.planes[0], self.rows, x, tokens, self.cols, tile)
+            out_of = _scratch(*out, is_out=True)
+            sequence.add(kernel, out=out_of, maps=maps and on_device(maps), **buffers)
 
 
 _kept: dict[object, Tensor] = {}

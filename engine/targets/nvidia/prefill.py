@@ -32,7 +32,8 @@ class PrefillKernels(PromptMemory):
         """The order of activations in a step of so many tokens."""
         products = (p for layer in self._model.layers for p in layer.handler.products if not p.experts)
         shapes = [(m.layout, m.rows, m.cols) for product in products for m in product.all_matrices]
-        return prompt_order(shapes, tokens, chip())
+        are_all = not (self._model.layer_tables or self._model.draft_input)
+        return prompt_order(shapes, tokens, chip(), are_all)
 
     def step(self, tokens: int) -> KernelSequence:
         """The kernels for up to `tokens` tokens. The last sublayers that keep something of them for the next ones

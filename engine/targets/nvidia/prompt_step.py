@@ -8,6 +8,7 @@ steps of several rows, take the products of `small_batch`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,14 +16,14 @@ from tinygrad import Tensor, dtypes
 
 from engine.description.spec import ModelSpec
 from engine.kernels.device_memory import device_zeros, part_of
-from engine.kernels.kernel import Kernel
 from engine.runtime.pictures import PictureRoom
 from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.pieces import state_size
 from engine.targets.nvidia.kernels.products.activation_order import Order
+from engine.targets.nvidia.kernels.products.copied_matmul import CopiedTiles
 from engine.targets.nvidia.kernels.products.matmul import fragments_size
-from engine.targets.nvidia.kernels.products.prompt_products import prompt_product, prompt_tiles
+from engine.targets.nvidia.kernels.products.prompt_products import PromptTiles, prompt_product, prompt_tiles
 from engine.targets.nvidia.kernels.products.runs import Runs
 from engine.targets.nvidia.kernels.products.small_batch import (
     SmallBatchEpilogue,
@@ -33,6 +34,7 @@ from engine.targets.nvidia.kernels.products.small_batch import (
     small_batch_tiles,
     stored,
 )
+from engine.targets.nvidia.kernels.products.tensor_maps import on_device, operand_maps
 from engine.targets.nvidia.kernels.residual_stream.prefill import (
     activate_prompt,
     activate_prompt_ungated,
@@ -66,6 +68,7 @@ class PromptMemory(StepMemory):
         self.prompt = device_zeros(state_size(chunk), dtypes.int32)
         self.ids = device_zeros(chunk, dtypes.int32)
         self.places = device_zeros(chunk if spec.positions else 1, dtypes.int32)
+        self.maps = functools.cache(on_device)
 
     @property
     def attention_parts(self) -> list[Tensor]:
@@ -99,6 +102,7 @@ class PromptStep(Step):
     def __init__(self, memory: PromptMemory, tokens: int, order: Order = "columns") -> None:
         """`order`: that of activations (`prompt_products.prompt_order`); "columns" of few tokens only."""
         super().__init__(memory)
+        self.maps = memory.maps
         self.tokens, self.embedded, self.prompt = tokens, tokens, memory.prompt
         self.first_embedded = 0
         self.seen, self.pictures = memory.seen, memory.pictures
@@ -187,19 +191,24 @@ class PromptStep(Step):
             kernel = small_batch_product(part.layout, tokens, rows, part.cols, few, stored(rows), name)
             self.add(kernel, out=out, x=x, planes=part.planes)
             return Sums(out, few.splits)
-        kernels, parts = self._kernels(part, rows, False, name)
-        out = self.buffer(name, parts * tokens * rows)
-        for kernel in kernels:
-            self.add(kernel, out=out, x=x, prompt=self.prompt, planes=part.planes)
-        return Sums(out, parts)
+        tiles = prompt_tiles(part.layout, tokens, rows, part.cols, self.chip, False, self.order)
+        out = self.buffer(name, tiles.parts * tokens * rows)
+        self._multiply_many(part, rows, tiles, None, x, out, name)
+        return Sums(out, tiles.parts)
 
-    def _kernels(
-        self, part: Matrix, rows: int, paired: bool, name: str, activation: Activation = "silu"
-    ) -> tuple[list[Kernel], int]:
-        """The product of many tokens with the first rows of a matrix, and how many sums it leaves."""
-        shape = part.layout, self.tokens, rows, part.cols
-        tiles = prompt_tiles(*shape, self.chip, paired, self.order)
-        return prompt_product(*shape, tiles, paired, name, activation), tiles.parts
+    def _multiply_many(
+        self, part: Matrix, rows: int, tiles: PromptTiles, activation: Activation | None, x: Tensor, out: Tensor,
+        name: str,
+    ) -> None:  # fmt: skip
+        """Adds the product of many tokens with the first rows of a matrix, whose rows are pairs of gate and up if there
+        is an activation."""
+        paired, shape = activation is not None, (part.layout, self.tokens, rows, part.cols)
+        for kernel, own in prompt_product(*shape, tiles, paired, name, activation or "silu"):
+            maps = None
+            if isinstance(own, CopiedTiles):
+                tile = own.width, own.tokens
+                maps = self.maps(operand_maps(part.planes[0], part.rows, x, self.tokens, part.cols, tile))
+            self.add(kernel, out=out, x=x, prompt=self.prompt, planes=part.planes, maps=maps)
 
     def products(self, product: Product, name: str) -> list[Sums]:
         """Adds the products of the normed stream with each matrix of `product`."""
@@ -224,9 +233,8 @@ class PromptStep(Step):
         if self.order == "columns":
             self.multiply(part, self.tiles(part), activated(activation), "gate_up", out=out)
             return
-        kernels, _ = self._kernels(part, part.rows, True, "gate_up", activation)
-        for kernel in kernels:
-            self.add(kernel, out=out, x=self.x, prompt=self.prompt, planes=part.planes)
+        tiles = prompt_tiles(part.layout, self.tokens, part.rows, part.cols, self.chip, True, self.order)
+        self._multiply_many(part, part.rows, tiles, activation, self.x, out, "gate_up")
 
     def activate_ungated(
         self, matrix: Matrix, activation: Activation, out: Tensor, bias: Tensor | None = None,

@@ -29,6 +29,7 @@ COMMON = {
     "check_any_shape_has_a_schedule",
     "check_attention_of_patches",
     "check_checkpoints_of_states",
+    "check_copied_products",
     "check_decode_attention",
     "check_delta_nets_of_several_prompts",
     "check_delta_nets_of_several_sequences",

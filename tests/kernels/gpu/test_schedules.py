@@ -227,12 +227,31 @@ def test_tiles_of_warpgroups(tokens, rows, cols, paired, wanted):
     assert tiles == WarpgroupTiles(*wanted)
 
 
+@pytest.mark.parametrize(
+    "tokens, rows, cols, wanted",
+    [  # tokens, groups, parts and steps ahead of those that were timed in steps on an H200
+        (512, 28672, 4096, (256, 2, 1, 2)),  # 182 us with the rest, 205 without
+        (512, 4096, 14336, (256, 2, 2, 2)),  # 8 us less than (128, 2, 1, 4)
+        (512, 6144, 4096, (128, 3, 1, 3)),  # 11 us less than (256, 2, 1, 2)
+        (64, 28672, 4096, (64, 2, 1, 2)),  # 62 us, as much as with 6 steps
+        (64, 4096, 14336, (64, 2, 4, 6)),  # 34 us
+    ],
+)
+def test_tiles_of_float16(tokens, rows, cols, wanted):
+    chip = Chip("sm_90", 132, own_rates=rates.H200, has_warpgroups=True)
+    tiles = prompt_tiles(WeightLayout(1), tokens, rows, cols, chip, rows > 6144, "halves")
+    assert (tiles.tokens, tiles.groups, tiles.parts, tiles.depth) == wanted
+    assert (tiles.rest is not None) == (tokens == 512 and rows > 6144)
+
+
 def test_the_order_of_activations_is_that_in_which_all_products_take_least_time():
     hopper, other = Chip("sm_90", 132, own_rates=rates.H200, has_warpgroups=True), Chip("sm_90", 132)
     f16, q4, q8 = ((WeightLayout(kind), 16384, 3072) for kind in (1, 12, 8))
     assert [prompt_order([q4], n, hopper) for n in (32, 64, 128)] == ["columns", "columns", "eights"]
     assert [prompt_order([q4], n, other) for n in (64, 128)] == ["columns", "fragments"]
-    assert [prompt_order([f16, f16], n, hopper) for n in (32, 64)] == ["columns", "eights"]
+    assert [prompt_order([f16, f16], n, hopper) for n in (32, 64)] == ["columns", "halves"]
+    others = ([f16, q4], True), ([f16, f16], False), ([f16, (WeightLayout(1), 100, 3072)], True)
+    assert [prompt_order(some, 128, hopper, are_all) for some, are_all in others] == ["eights"] * 3
     assert [prompt_order([q8] + [q4] * n, 64, hopper) for n in (1, 9)] == ["eights", "columns"]
 
 

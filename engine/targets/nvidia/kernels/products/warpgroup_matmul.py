@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tinygrad import UOp
@@ -163,6 +163,44 @@ def eights_index(token: UOp, column: UOp, cols: int) -> UOp:
     return row * UNIT + (pair ^ token % 8) * 8 + quarter * 2 + i
 
 
+@dataclass(frozen=True)
+class Block:
+    """Where a thread stores what a block has computed of `tokens` tokens and `rows` rows: those of its part before
+    `end`, beyond which a block that is not `whole` has some, and tokens from the `token` on."""
+
+    tokens: int
+    rows: int
+    end: int
+    whole: bool
+    token: UOp
+    part: UOp
+    lane: UOp
+
+
+def stored(
+    out: UOp, acc: UOp, first: int, n: int, row: UOp, block: Block, activation: Activation | None,
+    index: Callable[[UOp, UOp, int], UOp],
+) -> list[UOp]:  # fmt: skip
+    """Stores a thread's n sums of 64 rows, elements of registers from the `first` on, of which two are of `row` and two
+    of the next one for each eight tokens: as they are, or the products with an activation by an `index`."""
+    sums, results = load_run(acc, first, n), []
+    ok = None if block.whole else row < block.end
+    inside = ok if block.rows % 2 == 0 else all_of(ok, row + 1 < block.rows)
+    for i in range(n // 4):
+        pairs = [sums[i * 4 + e :: 2][:2] for e in (0, 1)]
+        tokens = [block.token + i * 8 + block.lane % 4 * 2 + e for e in (0, 1)]
+        if activation:
+            products = (gated(a, b, activation, quick_sigmoid) for a, b in pairs)
+            values = halves(rounded(*(within(product, MAX_HALF) for product in products)))
+            places = [index(token, row // 2, block.rows // 2) for token in tokens]
+            results += [store(out, *at, ok) for at in zip(places, values, strict=True)]
+            continue
+        for (a, b), token in zip(pairs, tokens, strict=True):
+            place = (block.part * block.tokens + token) * block.rows + row
+            results += [store(out, place, a, ok), store(out, place + 1, b, inside)]
+    return results
+
+
 @functools.cache
 def warpgroup_matmul(
     layout: WeightLayout, tokens: int, rows: int, cols: int, tiles: WarpgroupTiles, paired: bool, name: str,
@@ -239,23 +277,22 @@ def warpgroup_matmul(
         ended = warpgroup_products.all_but(0, UOp.group(*kept).end(trip))
         # tinygrad drops what is neither a barrier nor a store.
         acc = acc.after(UOp(Ops.BARRIER, src=(ended,)))
-        results = []
-        for j in range(tiles.tall):
-            sums, row = load_run(acc, j * n_sums, n_sums), row_of(j)
-            ok = row < end if (end - first) % tiles.width else None
-            inside = ok if rows % 2 == 0 else all_of(ok, row + 1 < rows)
-            for i in range(n_sums // 4):
-                pairs = [sums[i * 4 + e :: 2][:2] for e in (0, 1)]
-                tokens_of = [column_block * n + i * 8 + lane % 4 * 2 + e for e in (0, 1)]
-                if paired:
-                    products = (gated(a, b, activation, quick_sigmoid) for a, b in pairs)
-                    values = halves(rounded(*(within(product, MAX_HALF) for product in products)))
-                    places = [eights_index(token, row // 2, rows // 2) for token in tokens_of]
-                    results += [store(out, *at, ok) for at in zip(places, values, strict=True)]
-                    continue
-                for (a, b), token in zip(pairs, tokens_of, strict=True):
-                    place = (part * tokens + token) * rows + row
-                    results += [store(out, place, a, ok), store(out, place + 1, b, inside)]
+        whole = (end - first) % tiles.width == 0
+        of_block = Block(tokens, rows, end, whole, column_block * n, part, lane)
+        results = [
+            one
+            for j in range(tiles.tall)
+            for one in stored(
+                out,
+                acc,
+                j * n_sums,
+                n_sums,
+                row_of(j),
+                of_block,
+                activation if paired else None,
+                eights_index,
+            )
+        ]
         shape = f"{tiles.tokens}_{tiles.tall}_{tiles.groups}_{tiles.parts}_{depth}"
         full_name = f"prefill_{name}_{layout.name}_{tokens}_{rows}x{cols}_groups_{shape}"
         full_name += f"_{first}_{end}" * (end - first < rows)
