@@ -24,6 +24,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Never
 
@@ -233,7 +234,6 @@ class _Server:
 
     def _load(self, options: EngineOptions, load: Loader) -> Model | None:
         started = time.perf_counter()
-        gc.disable()  # objects made by a load stay alive; garbage collection would take a tenth of the time
         try:
             with start_trials.start(self.restart):
                 model = load(options, self._outbox.put)
@@ -425,6 +425,7 @@ def _failure(error: Exception, request_id: int) -> Failed:
     return Failed.from_error(error, request_id)
 
 
+_NEEDED = "engine.model.pending_encoder"  # with numpy and all that reads files
 _KERNELS = "engine.targets.nvidia.weights"  # compilers build them
 
 
@@ -473,6 +474,9 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
 
 def main() -> None:
     """`python -m engine.protocol.worker FD`: FD is the descriptor of this process's end of the socket pair."""
+    gc.disable()  # what a start makes stays alive; garbage collection would take a tenth of the time
+    # Until the command to load comes: what every model needs. Not tinygrad, which reads options when it is imported.
+    threading.Thread(target=import_module, args=(_NEEDED,), daemon=True, name="imports").start()
     serve(socket.socket(fileno=int(sys.argv[-1])), _load_text_model)
 
 
