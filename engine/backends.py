@@ -162,6 +162,7 @@ def install(dev: str) -> None:
             early_launch,
             graph_leftovers,
             graph_sizes,
+            streamed_loads,
             warpgroup_products,
         )
 
@@ -170,6 +171,7 @@ def install(dev: str) -> None:
         early_launch.apply()
         graph_leftovers.apply()
         graph_sizes.apply()
+        streamed_loads.apply()
         warpgroup_products.apply()
     if device == "NV":
         from engine.fixes import nv_windows, visible_gpus

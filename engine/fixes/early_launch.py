@@ -73,8 +73,11 @@ def _linearize(ctx: Renderer, prg: UOp, sink: UOp) -> UOp:
 def with_waits(uops: Sequence[UOp], info: HintedInfo) -> list[UOp]:
     """The operations of a kernel, with those that its hints ask for: the wait for the kernel before, and the release of
     the next one. They keep their order, but for those that are to come first (`_first`)."""
-    hints, (result, requests, uops) = info.hints, _first(uops, info)
+    hints, (result, requests, uops) = info.hints, _first(_behind_weights(uops, info), info)
     if not hints.waits_for:
+        if hints.releases == "before its first barrier":
+            barrier = next(i for i, uop in enumerate(uops) if uop.op is Ops.BARRIER)
+            uops.insert(barrier, RELEASE)
         return [*result, *requests, WAIT, *[RELEASE] * (hints.releases == "after its wait"), *uops]
     awaited, depth, loop_at = info.slots(hints.waits_for), 0, 0
     waits, surely = False, False  # whether there was a wait at this place, and one that is in no loop
@@ -99,9 +102,9 @@ def with_waits(uops: Sequence[UOp], info: HintedInfo) -> list[UOp]:
 def _first(uops: Sequence[UOp], info: HintedInfo) -> tuple[list[UOp], list[UOp], list[UOp]]:
     """The operations of a kernel that come before its wait wherever tinygrad put them: loads of the buffers of
     `LaunchHints.loads_first`, with what these and requests for the cache are computed from; then the requests, which do
-    so behind other loads; then all others."""
+    so behind other loads; then all others, among them requests that depend on loads."""
     slots = info.slots(info.hints.loads_first)
-    requests = [uop for uop in uops if async_copies.brings(uop)]
+    requests = [uop for uop in uops if async_copies.brings(uop) and not _depends_on_loads(uop)]
     loads = [uop for uop in uops if uop.op is Ops.LOAD and not slots.isdisjoint(_slots(uop))]
     if not (requests or loads):
         return [], [], [*uops]
@@ -112,6 +115,30 @@ def _first(uops: Sequence[UOp], info: HintedInfo) -> tuple[list[UOp], list[UOp],
     assert not late, f"{info.name} cannot load so early"
     placed = {*parameters, *needed, *requests}
     return [*parameters, *needed], requests, [uop for uop in uops if uop not in placed]
+
+
+def _behind_weights(uops: Sequence[UOp], info: HintedInfo) -> list[UOp]:
+    """The operations of a kernel, in which requests for the cache that depend on loads, as of the number of an expert,
+    follow the last load of weights, or precede the loop that this is in: tinygrad puts effects at the end."""
+    late = [uop for uop in uops if async_copies.brings(uop) and _depends_on_loads(uop)]
+    if not late:
+        return [*uops]
+    planes, place, depth, loop_at = info.slots(("planes",)), 0, 0, 0
+    for i, uop in enumerate(uops):
+        if uop.op is Ops.RANGE:
+            depth, loop_at = depth + 1, loop_at if depth else i
+        elif uop.op is Ops.END:
+            depth -= 1
+        elif uop.op is Ops.LOAD and not planes.isdisjoint(_slots(uop)):
+            place = loop_at if depth else i + 1
+    needed = {*UOp.sink(*late).toposort()}
+    moved = [uop for uop in uops[place:] if uop in needed]
+    assert not any(uop.op in (Ops.LOAD, *_EFFECTS) for uop in moved), f"{info.name} requests too early"
+    return [*uops[:place], *moved, *(uop for uop in uops[place:] if uop not in needed)]
+
+
+def _depends_on_loads(request: UOp) -> bool:
+    return any(uop.op is Ops.LOAD for uop in request.toposort())
 
 
 def _slots(uop: UOp) -> list[int]:

@@ -24,13 +24,15 @@ class LaunchHints:
     late: it waits for the kernel before where it first accesses one of them, and what it loads until then must be
     older. Without names it waits before everything else. `releases`: when the next kernel may start
     (`engine.fixes.early_launch`). `loads_first`: the names of buffers that it loads before it waits, though it needs
-    them late: the kernel before does not write them, and had waited itself when it let this one start."""
+    them late: the kernel before does not write them, and had waited itself when it let this one start. `streams`: those
+    of buffers that it only reads, each element once (`engine.fixes.streamed_loads`)."""
 
     min_blocks: int = 0
     shared_bytes: int = 0
     waits_for: tuple[str, ...] = ()
     releases: Release = "at its end"
     loads_first: tuple[str, ...] = ()
+    streams: tuple[str, ...] = ()
 
 
 NO_HINTS = LaunchHints()

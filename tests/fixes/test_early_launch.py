@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -245,6 +246,22 @@ def test_a_kernel_begins_with_its_requests_and_with_old_loads_that_it_needs_late
     uops[1:2] = [uops[1], later.replace(src=(later.src[0].replace(src=(later.src[0].src[0], uops[0])),))]
     with pytest.raises(AssertionError, match="so early"):
         early_launch.with_waits(uops, early)
+
+
+def test_a_request_that_depends_on_a_load_follows_those_of_weights():
+    hinted = HintedInfo(buffers=("out", "experts", "rows", "planes"), hints=LaunchHints(0, 0, ("experts",)))
+    number = UOp.placeholder((8,), dtypes.int32, slot=1).index(UOp.const(0)).load()
+    planes, barrier = UOp.placeholder((64,), dtypes.float32, slot=3), UOp(Ops.BARRIER)
+    weights = planes.index(number).load()
+    request = async_copies.brought(planes.index(number * 4), 64, UOp.const(True), keeps=False)
+    before = [*weights.toposort()]
+    uops = [*before, barrier, *(uop for uop in request.toposort() if uop not in before)]
+    done = early_launch.with_waits(uops, hinted)
+    assert len(done) == len(uops) + 1 and done.index(WAIT) < done.index(number)
+    assert done.index(weights) < done.index(request) < done.index(barrier)
+    hinted = replace(hinted, hints=LaunchHints(releases="before its first barrier"))
+    done = early_launch.with_waits(uops, hinted)
+    assert [done[0], done[done.index(barrier) - 1]] == [WAIT, RELEASE]
 
 
 def test_a_kernel_that_only_brings_halves_includes_their_header():

@@ -62,11 +62,23 @@ launch_bounds.apply()
 bounds("asked", min_blocks=5)
 bounds("renamed", min_blocks=5)
 bounds("not_asked_mb5")
+import re
+from engine.fixes import streamed_loads
+streamed_loads.apply()
+def streamed(*names):
+    i = UOp.special(4, "lidx0") * 4
+    function = lambda out, x: finish("k", [store(out, i + k, load(x, i + k)) for k in range(4)])
+    buffers = [UOp.placeholder((64,), dtypes.float32, slot=k) for k in (0, 1)]
+    graph = Kernel(function, ("out",), ("x",), LaunchHints(streams=names)).graph(*buffers)
+    print(re.findall("__ldcs.*?(data.)", to_program(graph, renderer).src[2].arg))
+streamed()
+streamed("x")
 """
 
 
-def test_a_kernel_asks_for_blocks_per_multiprocessor_whatever_its_name():
-    assert python(KERNELS + BOUNDS).splitlines() == ["64", "64, 5", "64, 5", "64"]
+def test_a_kernel_asks_for_blocks_per_multiprocessor_whatever_its_name_and_streams_what_it_says():
+    bounds = ["64", "64, 5", "64, 5", "64"]
+    assert python(KERNELS + BOUNDS).splitlines() == [*bounds, "[]", "['data1']"]
 
 
 RENDERER = """

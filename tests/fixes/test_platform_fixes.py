@@ -216,6 +216,7 @@ def test_another_tinygrad_is_refused(fix, monkeypatch):
                 "float_instructions",
                 "graph_leftovers",
                 "graph_sizes",
+                "streamed_loads",
                 "warpgroup_products",
             ],
         ),

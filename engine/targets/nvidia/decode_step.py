@@ -159,20 +159,23 @@ class DecodeStep(Step):
         self.add(kernel, norm_sums=sums, **ins, **others)
 
     def _brought(self, product: Product) -> tuple[Brought | None, list[Tensor]]:
-        """What a product brings to the L2 cache: the beginning of the next product's planes, or of those of the one
-        after the experts that are not chosen yet, whose weights are read meanwhile."""
+        """What a product brings to the L2 cache: the beginning of the next product's planes, of the experts that it
+        chooses; or, before experts that are not chosen yet, of the product after these, whose weights are read
+        meanwhile."""
         behind = itertools.dropwhile(lambda other: other is not product, self._products)
-        following = [*behind][1:]
+        following, chosen = [*behind][1:], product.experts
         known = next((other for other in following if not other.experts), None)
+        used, count, n_blocks = 1, 0, product.n_blocks * product.stack.slots
+        if chosen and chosen.chooses and following and following[0].experts:
+            known, used, count, n_blocks = following[0], chosen.used, chosen.n, product.n_blocks
         if not (product.schedule.brings and known):
             return None, []
-        whole = sum(plane.nbytes() for plane in known.planes)
-        share = min(1.0, product.schedule.brings * 1e6 / whole) / (product.n_blocks * product.stack.slots)
-        parts = [
-            (plane, int(plane.nbytes() * share) // COPIED_BYTES * COPIED_BYTES) for plane in known.planes
-        ]
+        planes = [(plane, plane.nbytes() // max(count, 1)) for plane in known.planes]
+        share = min(1.0, product.schedule.brings * 1e6 / (used * sum(n for _, n in planes))) / n_blocks
+        parts = [(plane, int(n * share) // COPIED_BYTES * COPIED_BYTES) for plane, n in planes]
         parts = [(plane, n) for plane, n in parts if n]
-        return Brought(tuple(n for _, n in parts), known is not following[0]), [plane for plane, _ in parts]
+        brought = Brought(tuple(n for _, n in parts), known is not following[0], count)
+        return brought, [plane for plane, _ in parts]
 
     def input_of(self, product: Product, x: list[Tensor]) -> list[Tensor]:
         """The vector of a product, or its digits; a kernel makes these if they are not `x` already."""

@@ -63,7 +63,8 @@ def products() -> Iterator[Made]:
         yield matvec(two, schedule, STORE_BIASED, "t", 8), types[q4] + types[q6]
         choice = ChosenExperts(2, 8, False, True, None, True)
         chooses = StackedMatrices.single(q4, 128, 256, choice)
-        yield matvec(chooses, schedule, activated("silu"), "t", 8), types[q4]
+        of_chosen = Brought((4096,), False, 8)
+        yield matvec(chooses, schedule, activated("silu"), "t", 8, brings=of_chosen), types[q4]
         added = StackedMatrices(((q4, 64),), 256, ChosenExperts(2, 8, True, True), SharedExpert(q6, 256))
         yield matvec(added, schedule, add_residual(), "t"), types[q4] + types[q6]
         beside = StackedMatrices(((f32, 8),), 256, beside=StackedMatrices.single(q4, 128, 256))

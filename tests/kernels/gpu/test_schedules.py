@@ -43,8 +43,10 @@ def test_what_is_shipped_fits(chip):
 
 def test_what_was_measured_comes_before_the_rule():
     head, gate_up = (StackedMatrices.single(Q6_K, rows, 2048) for rows in (128256, 16384))
-    assert matvec_schedule(head, Chip("sm_90", 132)) == Schedule(32, 4, 4, early=True)
-    assert matvec_schedule(gate_up, Chip("sm_90", 132)) == Schedule(32, 8, 8)
+    assert matvec_schedule(head, Chip("sm_90", 132)) == Schedule(32, 4, 4, early=True, streams=True)
+    assert matvec_schedule(gate_up, Chip("sm_90", 132)) == Schedule(
+        32, 8, 8, starts_when_met=True, streams=True
+    )
     assert matvec_schedule(head, Chip("sm_00", 132)) != Schedule(32, 4, 4, early=True)
     early = matvec_schedule(StackedMatrices.single(Q6_K, 5120, 3072), Chip("sm_90", 132))
     assert early == Schedule(16, 8, 2, early=True) and early.name == "16_8_2_early"
@@ -90,11 +92,17 @@ def test_a_search_tries_early_weights_where_kernels_are_launched_early():
 
 def test_a_search_tries_how_a_product_is_launched():
     stack, early = StackedMatrices.single(Q6_K, 3072, 3072), Chip("sm_00", 132, launches_early=True)
-    launched = lambda s: (s.starts_next, s.early_end, s.brings)
-    for s in (Schedule(48, 4, 4, early=True), Schedule(48, 4, 4, 0, True, True, True)):
+    launched = lambda s: (s.starts_next, s.early_end, s.brings, s.streams)
+    for s in (Schedule(48, 4, 4), Schedule(48, 4, 4, early=True), Schedule(48, 4, 4, 0, True, True, True)):
         near = schedules.neighbours(stack, s, early)
-        first, others = near[:3], near[3:]
-        ways = {"starts_next": not s.starts_next}, {"early_end": not s.early_end}, {"brings": 4}
+        ways = [
+            {"starts_next": not s.starts_next},
+            {"early_end": not s.early_end},
+            {"brings": 4},
+            {"streams": True},
+        ]
+        ways += [] if s.early else [{"starts_when_met": True}]
+        first, others = near[: len(ways)], near[len(ways) :]
         assert first == [replace(s, **way) for way in ways]
         assert others and all(launched(s) == launched(other) for other in others)
         assert all(launched(s) == launched(other) for other in schedules.candidates(stack, s, early))
@@ -110,10 +118,13 @@ def test_a_search_tries_how_a_product_is_launched():
         (True, False, False, "before its first barrier"),
         (True, True, False, "after its wait"),
         (True, False, True, "before its first barrier"),
+        (False, None, True, "before its first barrier"),
     ],
 )
 def test_a_schedule_says_when_the_next_kernel_may_start(early, of_schedule, of_kernel, release):
-    schedule = Schedule(4, 8, 2, early=early, starts_next=of_schedule)
+    schedule = Schedule(
+        4, 8, 2, early=early, starts_next=bool(of_schedule), starts_when_met=of_schedule is None
+    )
     kernel = matvec(StackedMatrices.single(Q6_K, 64, 256), schedule, STORE, "t", starts_next=of_kernel)
     assert kernel.hints.releases == release
 
@@ -160,7 +171,9 @@ def test_what_nobody_timed_does_for_the_next_product_what_gained_with_all_models
     assert [s.brings for s in found] == [2, 0, 0] and not any(s.starts_next for s in found)
     assert matvec_schedule(outs[0], chip) == replace(found[0], brings=0)
     timed, chip = StackedMatrices.single(Q6_K, 16384, 2048), replace(chip, capability="sm_90")
-    assert matvec_schedule(timed, chip, "gate and up") == Schedule(32, 8, 8)
+    assert matvec_schedule(timed, chip, "gate and up") == Schedule(
+        32, 8, 8, starts_when_met=True, streams=True
+    )
 
 
 def test_a_search_tries_first_what_the_model_finds_cheap():

@@ -183,7 +183,9 @@ def flash_attention(
     waits_for = () if tokens else ("rows",)
     # Blocks of one part leave most multiprocessors idle: there the output product may load its weights meanwhile.
     releases: Release = "at its end" if tokens or split.splits > 1 else "after its wait"
-    hints = LaunchHints(split.blocks, waits_for=waits_for, releases=releases)
+    # Norms are in no cache, and would come after the new token's rows. All three are older than the kernel before.
+    first = () if tokens or heads.norm_eps is None else ("angles", "norms", "input_scale")
+    hints = LaunchHints(split.blocks, waits_for=waits_for, releases=releases, loads_first=first)
     return Kernel(kernel, *block_buffers(h, split.splits, sinks, tokens), hints)
 
 

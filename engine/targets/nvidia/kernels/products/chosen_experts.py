@@ -96,7 +96,7 @@ class ExpertRows:
         stores = [store(ids, i, load(self.choice.ids, slot), ok), store(probabilities, i, probability, ok)]
         return [*stores, *self.choice.counted(self._counts, is_first)]
 
-    def _expert(self, slot: UOp | int) -> UOp:
+    def expert(self, slot: UOp | int) -> UOp:
         """The expert of a slot."""
         if self._ids is None:
             return slot if isinstance(slot, UOp) else UOp.const(slot)
@@ -136,7 +136,7 @@ class ExpertRows:
         if slot is None:
             slot, unit = (item // units).minimum(self._chosen.used - 1), item % units
             vector = slot
-        expert_row = self._expert(slot) * self._rows
+        expert_row = self.expert(slot) * self._rows
         dot = vector_unit(layout, x, units, unit, inside, vector)
         products = []
         for row in rows:
@@ -159,8 +159,8 @@ class ExpertRows:
             return value
         row = row.minimum(self._all_rows - 1)
         if self.slot is not None:
-            return value + load(self._biases, self._expert(self.slot) * self._all_rows + row)
+            return value + load(self._biases, self.expert(self.slot) * self._all_rows + row)
         for slot in range(self._chosen.used):
-            bias = load(self._biases, self._expert(slot) * self._all_rows + row)
+            bias = load(self._biases, self.expert(slot) * self._all_rows + row)
             value = value + self._weighted(bias, slot)
         return value

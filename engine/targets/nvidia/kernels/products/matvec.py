@@ -50,10 +50,12 @@ from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, pe
 
 class Brought(NamedTuple):
     """How many bytes of each plane of a product to come each block brings to the L2 cache, multiples of
-    `COPIED_BYTES`, and whether they are kept there while others come and go."""
+    `COPIED_BYTES`, and whether they are kept there while others come and go. If the planes are of `experts`, so many
+    that the kernel chooses of, blocks bring the beginning of what those that are chosen have."""
 
     block_bytes: tuple[int, ...]
     keeps: bool
+    experts: int = 0
 
 
 @functools.cache
@@ -141,7 +143,7 @@ def matvec(
         if mixture and choice:
             of_all = None if powers is None else total(UOp.const(s.block_rows + 1), None)
             stores += mixture.stores(block.number, of_all)
-        requests = block.requests(brings, brought, slot) if brings and brought else []
+        requests = block.requests(brings, brought, mixture) if brings and brought else []
         return finish(_full_name(name, stack, s), stores, *_estimates(stack), requests)
 
     chooses = chosen is not None and chosen.chooses
@@ -307,13 +309,17 @@ class _Block:
         ]
         return after_store(shared(stride * chunks, slot=2), thread, tree(terms), ok)
 
-    def requests(self, brings: Brought, planes: Sequence[UOp], slot: UOp | None) -> list[UOp]:
+    def requests(self, brings: Brought, planes: Sequence[UOp], mixture: ExpertRows | None) -> list[UOp]:
         """What the block asks to be brought to the L2 cache, by one of its threads."""
-        number, requests = self.number, []
-        if slot is not None:
+        number, expert, requests = self.number, UOp.const(0), []
+        slot = mixture.slot if mixture else None
+        if mixture and slot is not None and brings.experts:
+            expert = mixture.expert(slot)
+        elif slot is not None:
             number = slot * self.stack.n_blocks(self.schedule) + number
         for plane, n in zip(planes, brings.block_bytes, strict=True):
-            place = plane.index(number * (n // plane.dtype.itemsize))
+            of_expert = int(plane.max_numel()) // max(brings.experts, 1)
+            place = plane.index(expert * of_expert + number * (n // plane.dtype.itemsize))
             requests.append(async_copies.brought(place, n, self.thread.eq(0), brings.keeps))
         return requests
 
@@ -367,10 +373,13 @@ def _hints(
     """When the kernel waits and lets the next one start. `buffers`: those that others may write, all but planes."""
     names = tuple(name if isinstance(name, str) else name[0] for name in buffers if name)
     release: Release = "before its first barrier" if s.early else "at its end"
-    if s.starts_next or (starts_next and not s.early):
+    if s.starts_when_met:
+        release = "before its first barrier"
+    elif s.starts_next or (starts_next and not s.early):
         release = "after its wait"
     waits_for = tuple(name for name in names if s.early and name not in loads_first)
-    return LaunchHints(s.blocks, 0, waits_for, release, tuple(n for n in names if n in loads_first))
+    first = tuple(name for name in names if name in loads_first)
+    return LaunchHints(s.blocks, 0, waits_for, release, first, ("planes",) * s.streams)
 
 
 def _row_sums(

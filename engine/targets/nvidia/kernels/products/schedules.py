@@ -116,7 +116,9 @@ def _measured(shipped: _Shipped, stack: StackedMatrices) -> Schedule | None:
     if not numbers:
         return None
     starts_next, early_end = name in shipped.starts_next, name in shipped.early_ends
-    return Schedule(*numbers, name in shipped.early, starts_next, early_end, shipped.brings.get(name, 0))
+    brings, starts_when_met = shipped.brings.get(name, 0), name in shipped.starts_when_met
+    is_early, streams = name in shipped.early, name in shipped.streams
+    return Schedule(*numbers, is_early, starts_next, early_end, brings, starts_when_met, streams)
 
 
 def _for_the_next(s: Schedule, stack: StackedMatrices, place: Place) -> Schedule:
@@ -197,12 +199,15 @@ class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Shipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file of tuned schedules: where they come from, the multiprocessors of that GPU, and for each
     `StackedMatrices.name` threads, groups, rows and blocks. Those of `early` are `Schedule.early`; the names in
-    `starts_next` and `early_ends` are `Schedule.starts_next` and `early_end`; `brings` is `Schedule.brings`."""
+    `starts_next`, `starts_when_met`, `early_ends` and `streams` are those fields of a `Schedule`; `brings` is
+    `Schedule.brings`."""
 
     origin: str = "a guess"
     multiprocessors: int = 0
     starts_next: frozenset[str] = frozenset()
+    starts_when_met: frozenset[str] = frozenset()
     early_ends: frozenset[str] = frozenset()
+    streams: frozenset[str] = frozenset()
     rule: _Rule = _Rule()
     products: dict[str, _Numbers] = {}
     early: dict[str, _Numbers] = {}
@@ -252,7 +257,8 @@ def neighbours(stack: StackedMatrices, s: Schedule, chip: Chip = _UNKNOWN) -> li
     others = [_launched_as(s, other) for other in _all(stack, chip)]
     if chip.launches_early:
         others += [replace(s, starts_next=not s.starts_next), replace(s, early_end=not s.early_end)]
-        others += [replace(s, brings=n) for n in _BROUGHT]
+        others += [*(replace(s, brings=n) for n in _BROUGHT), replace(s, streams=not s.streams)]
+        others += [] if s.early else [replace(s, starts_when_met=not s.starts_when_met)]
     near = ((_distance(other, s), other) for other in others if other != s)
     size = s.threads * s.groups, s.block_rows
     found = [
@@ -266,7 +272,8 @@ def neighbours(stack: StackedMatrices, s: Schedule, chip: Chip = _UNKNOWN) -> li
 
 def _launched_as(s: Schedule, other: Schedule) -> Schedule:
     """Another schedule, which does the same as `s` for its end and the next kernel."""
-    return replace(other, starts_next=s.starts_next, early_end=s.early_end, brings=s.brings)
+    when = {"starts_next": s.starts_next, "starts_when_met": s.starts_when_met and not other.early}
+    return replace(other, **when, early_end=s.early_end, brings=s.brings, streams=s.streams)
 
 
 def _all(stack: StackedMatrices, chip: Chip) -> list[Schedule]:

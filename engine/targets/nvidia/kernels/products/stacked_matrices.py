@@ -18,8 +18,10 @@ class Schedule:
     """A group of `threads` threads shares a row, a block has `groups` groups, and each thread works on `rows` rows at
     once. `blocks`: the minimum of resident blocks on a multiprocessor (`engine.fixes.launch_bounds`); 0 for none.
     `early`: whether it loads weights before it waits for the kernel before, `early_end`: whether what its end adds to
-    them, `starts_next`: whether the next kernel may start as soon as it has waited (`engine.fixes.early_launch`).
-    `brings`: how many megabytes of the next product's weights it brings to the L2 cache, from its beginning on."""
+    them, `starts_next`: whether the next kernel may start as soon as it has waited, `starts_when_met`: when its threads
+    first meet, as after one that is early (`engine.fixes.early_launch`). `brings`: how many megabytes of the next
+    product's weights it brings to the L2 cache, from its beginning on, or once it has chosen these. `streams`: whether
+    its weights are the first to leave the caches (`engine.fixes.streamed_loads`)."""
 
     threads: int
     groups: int
@@ -29,6 +31,8 @@ class Schedule:
     starts_next: bool = False
     early_end: bool = False
     brings: int = 0
+    starts_when_met: bool = False
+    streams: bool = False
 
     @property
     def block_rows(self) -> int:
@@ -42,8 +46,8 @@ class Schedule:
     def name(self) -> str:
         """For the name of a kernel."""
         name = f"{self.threads}_{self.groups}_{self.rows}" + "_early" * self.early
-        name += "_next" * self.starts_next + "_end" * self.early_end
-        name += f"_brings_{self.brings}" * bool(self.brings)
+        name += "_next" * self.starts_next + "_met" * self.starts_when_met + "_end" * self.early_end
+        name += f"_brings_{self.brings}" * bool(self.brings) + "_streams" * self.streams
         return f"{name}_{self.blocks}_blocks" if self.blocks else name
 
     def blocks_of(self, rows: int) -> int:
