@@ -303,9 +303,9 @@ def run(given: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder, new_pool() as rendering, new_pool() as compiling:
         made = [rendering.submit(_kernels, Path(folder), how, name, models[name]) for name in chosen]
         for name, found in zip(chosen, (future.result() for future in made), strict=True):
-            new = [kernel for kernel in found if kernel.source not in seen]
+            parts = texts([kernel for kernel in found if kernel.source not in seen])
+            new = [kernel for part in parts for kernel in part]
             seen.update(kernel.source for kernel in new)
-            parts = [new[i : i + _TOGETHER] for i in range(0, len(new), _TOGETHER)]
             for path, compiler in compilers.items():
                 each = partial(_uses, path, chip=given.chip)
                 uses = [use for part in compiling.map(each, parts) for use in part]
