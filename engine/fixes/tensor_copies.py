@@ -64,11 +64,14 @@ def known(map: UOp, ok: UOp, *after: UOp) -> UOp:
 
 
 def asked(
-    target: UOp, map: UOp, column: UOp, row: UOp, barrier: UOp, ok: UOp, *after: UOp, in_pairs: bool = False
-) -> UOp:
-    """Asks for the tile at a column and a row, if it is `ok`. `in_pairs`: at the row-th 16 rows, of a descriptor with
-    four dimensions: columns, pairs of rows, rows of a pair, 16 rows."""
-    sources = target, map, column, row, barrier, ok, *after
+    target: UOp, map: UOp, source: UOp, place: tuple[UOp, UOp], barrier: UOp, ok: UOp, *after: UOp,
+    in_pairs: bool = False,
+) -> UOp:  # fmt: skip
+    """Asks for the tile at a `place`, its first column and row, if it is `ok`. `source`: an element of the matrix that
+    the descriptor `map` tells of, by which the wait for the kernel before knows what is read
+    (`engine.fixes.early_launch`). `in_pairs`: the row is a number of 16 rows, of a descriptor with four dimensions:
+    columns, pairs of rows, rows of a pair, 16 rows."""
+    sources = target, map, *place, barrier, ok, source, *after
     return UOp(Ops.CUSTOM, dtypes.void, sources, _COPY_PAIRS if in_pairs else _COPY)
 
 

@@ -16,7 +16,7 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.renderer.cstyle import uops_to_dtypes
 from tinygrad.uop.ops import Ops, ProgramInfo, UOp
 
-from engine.fixes import async_copies, early_launch, program_cache
+from engine.fixes import async_copies, early_launch, program_cache, tensor_copies
 from engine.fixes.early_launch import RELEASE, WAIT
 from engine.kernels.launch_hints import HintedInfo, LaunchHints, hints_of
 from tests.paths import ROOT
@@ -214,6 +214,9 @@ def test_a_kernel_waits_before_it_asks_for_a_copy_of_what_the_kernel_before_writ
     copied = async_copies.asked(target, weights)
     uops = [weights.load(), copied, async_copies.asked(target, x, copied)]
     assert added(uops, info("out", "x", "rows")) == [(WAIT, uops[2])]
+    map, barrier, none = weights, target, UOp.const(0)
+    tiles = [tensor_copies.asked(target, map, of, (none, none), barrier, none) for of in (weights, x)]
+    assert added(tiles, info("out", "x", "rows")) == [(WAIT, tiles[1])]
 
 
 def test_a_kernel_that_reads_an_older_cache_waits_for_the_result_of_the_kernel_before():

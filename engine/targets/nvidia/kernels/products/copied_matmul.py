@@ -119,17 +119,17 @@ class _Tiles:
     def _left(self, turn: UOp, after: UOp) -> UOp:
         barrier, ok = self.barrier(turn), self.asks & (turn < self.steps)
         expected = tensor_copies.expected(barrier, self.tiles.step_halves * 2, ok, after)
-        place, column = at(self.array, self._place(turn)), (self.first + turn) * UNIT
-        effects = expected, at(self.weights, 0)
+        target, place = at(self.array, self._place(turn)), ((self.first + turn) * UNIT, self.row)
+        source = at(self.weights, 0)
         return tensor_copies.asked(
-            place, at(self.maps, 0), column, self.row, barrier, ok, *effects, in_pairs=True
+            target, at(self.maps, 0), source, place, barrier, ok, expected, in_pairs=True
         )
 
     def _right(self, turn: UOp, after: UOp) -> UOp:
         barrier, ok = self.barrier(turn), self.asks & (turn < self.steps)
-        place = at(self.array, self._place(turn) + self.tiles.width * UNIT)
-        column, effects = (self.first + turn) * UNIT, (after, at(self.x, 0))
-        return tensor_copies.asked(place, at(self.maps, MAP_WORDS), column, self.token, barrier, ok, *effects)
+        target = at(self.array, self._place(turn) + self.tiles.width * UNIT)
+        place = (self.first + turn) * UNIT, self.token
+        return tensor_copies.asked(target, at(self.maps, MAP_WORDS), at(self.x, 0), place, barrier, ok, after)
 
 
 @functools.cache
