@@ -86,7 +86,8 @@ def check_post_norms() -> None:
 
 
 def check_layer_norms() -> None:
-    """Of a token for products of which one has no bias, and of a prompt, to which two products are added before."""
+    """Of a token for products of which one has no bias, and of a prompt, to which two products are added before,
+    for products of warpgroups."""
     for n, tokens in ((64, 2), (320, 1)):
         stream, *vectors = rng.standard_normal((5, n)).astype(np.float32)
         stream, (weight, bias, other, second) = stream + 1, vectors
@@ -101,10 +102,11 @@ def check_layer_norms() -> None:
         wanted -= wanted.mean(-1, keepdims=True)
         x, h = zeros(fragments_size(16, n), dtypes.float16), buffer(streams)
         ins = [np.stack(sums[:2]), sums[2], bias, second, weight, other]
-        kernel = norm_prompt(tokens, n, (2, 1), 1e-2, n_biases=2, centred=True, shifted=True)
+        options = {"n_biases": 2, "order": "eights", "centred": True, "shifted": True}
+        kernel = norm_prompt(tokens, n, (2, 1), 1e-2, **options)
         run(kernel, x, h, *map(buffer, ins))
         close(h.numpy().reshape(tokens, n), wanted)
-        place = prompt_index(lambda m, e, n=n: fragment_index(m, e, n), tokens, n)
+        place = prompt_index(lambda m, e, n=n: PLACES["eights"](m, e, n), tokens, n)
         close(x.numpy()[place], normed(wanted, weight, 1e-2) + other, 1e-3)
 
 

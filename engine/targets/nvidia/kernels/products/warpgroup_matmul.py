@@ -163,6 +163,19 @@ def eights_index(token: UOp, column: UOp, cols: int) -> UOp:
     return row * UNIT + (pair ^ token % 8) * 8 + quarter * 2 + i
 
 
+RUN_OF_EIGHTS = 8
+"""Activations of a token that are neighbours by eight tokens."""
+
+
+def run_of_eights(token: UOp, run: UOp, cols: int) -> tuple[UOp, list[UOp]]:
+    """The index of the first of a token's run-th neighbours (`eights_index`), and their columns."""
+    units, step, pair = units_of(cols), run // 8, run % 8
+    row = (token // 16 * units + step) * 16 + token % 16
+    places = [spread(step, UOp.const(quarter), units) for quarter in range(4)]
+    first = [unit * UNIT + quarter * QUARTER + pair // 4 * 8 + pair % 4 for unit, quarter in places]
+    return row * UNIT + (pair ^ token % 8) * RUN_OF_EIGHTS, [column + i for column in first for i in (0, 4)]
+
+
 @dataclass(frozen=True)
 class Block:
     """Where a thread stores what a block has computed of `tokens` tokens and `rows` rows: those of its part before

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from tinygrad import UOp
 
 from engine.kernels.kernel import Kernel
-from engine.kernels.launch_hints import LaunchHints
+from engine.kernels.launch_hints import STATIC_SHARED, LaunchHints
 from engine.targets.nvidia.kernels.products.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.products.matmul import as_half
 from engine.targets.nvidia.kernels.products.runs import Runs
 from engine.targets.nvidia.kernels.products.small_batch import MAX_TOKENS
+from engine.targets.nvidia.kernels.products.warpgroup_matmul import RUN_OF_EIGHTS, run_of_eights
 from engine.targets.nvidia.kernels.residual_stream.token_norm import TokenNorm
 from engine.targets.nvidia.kernels.uops import (
     F16,
@@ -24,8 +25,13 @@ from engine.targets.nvidia.kernels.uops import (
     gated,
     least_counting,
     load,
+    shared,
     store,
+    store_run,
 )
+from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
+
+_ROW_SLOT = 20  # of the shared memory for a token's activations
 
 
 @functools.cache
@@ -91,11 +97,15 @@ def norm_prompt(
                 stores.append(store(stream, token * cols + column, value, ok))
         if sizes is not None:
             stores.append(store(sizes, token, factor.reciprocal(), token_norm.thread.eq(0)))
+        of_columns = []
         for (column, ok), value in zip(places, values, strict=True):
             normed = value * factor * load(norm, column, ok)
             normed = normed if norm_bias is None else normed + load(norm_bias, column, ok)
-            normed = normed.cast(F16) if is_normed else as_half(normed)
-            stores.append(store(x, PLACES[order](token, column, cols), normed, ok))
+            of_columns.append((column, normed.cast(F16) if is_normed else as_half(normed), ok))
+        if order == "eights" and cols % UNIT == 0 and cols * 2 < STATIC_SHARED // 2:
+            stores += _stored_in_eights(x, token, cols, token_norm, of_columns)
+        else:
+            stores += [store(x, PLACES[order](token, column, cols), v, ok) for column, v, ok in of_columns]
         return finish(f"prefill_norm_{tokens}_{cols}_{'_'.join(map(str, parts or [0]))}", stores)
 
     added = (
@@ -112,6 +122,23 @@ def norm_prompt(
     return Kernel(
         kernel, ("x", keeps_sizes and "sizes", "stream"), (*added, "norm", shifted and "norm_bias"), hints
     )
+
+
+def _stored_in_eights(
+    x: UOp, token: UOp, cols: int, norm: TokenNorm, of_columns: Sequence[tuple[UOp, UOp, UOp | None]]
+) -> list[UOp]:
+    """Stores a token's activations by eight tokens, 16 bytes of a thread at a time: those of neighbouring columns lie
+    apart, and each would touch memory of its own. They meet in shared memory before."""
+    row = shared(cols, _ROW_SLOT, F16)
+    row = row.after(UOp.group(*(store(row, column, value, ok) for column, value, ok in of_columns)))
+    runs = cols // RUN_OF_EIGHTS
+    stores = []
+    for i in range(-(-runs // norm.threads)):
+        run = norm.thread + i * norm.threads
+        ok = run < runs if (i + 1) * norm.threads > runs else None
+        first, columns = run_of_eights(token, run if ok is None else run.minimum(runs - 1), cols)
+        stores += store_run(x, first, [load(row, column) for column in columns], ok)
+    return stores
 
 
 @functools.cache
