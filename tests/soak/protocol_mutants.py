@@ -222,7 +222,7 @@ async def _ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> st
     assert ("type" in error) == (form_of(path).__name__ == "anthropic_form"), error
     died = response.status_code == 500 and "process died" in message
     assert response.status_code in (400, 404, 413, 501) or died, f"{response.status_code} {message}"
-    return "engine died" if died else "refused"
+    return "told that the script's engine died" if died else "refused"
 
 
 def _changed(body: dict[str, Any], choose: random.Random) -> dict[str, Any]:
