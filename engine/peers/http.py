@@ -150,15 +150,17 @@ async def _body(response: httpx.Response, name: str) -> bytes:
 
 async def _lines(response: httpx.Response, name: str) -> AsyncIterator[bytes]:
     """The lines of the body. Raises BackendError for a line over MAX_EVENT_BYTES, which might never end."""
-    buffer = b""
+    begun = bytearray()  # what came of a line whose end has not
     async for part in response.aiter_bytes():
-        *lines, buffer = (buffer + part).replace(b"\r\n", b"\n").split(b"\n")
-        for line in lines:
-            yield line
-        if len(buffer) > MAX_EVENT_BYTES:
+        *ends, rest = part.split(b"\n")
+        for end in ends:
+            yield bytes(begun + end).removesuffix(b"\r")
+            begun.clear()
+        begun += rest
+        if len(begun) > MAX_EVENT_BYTES:
             raise BackendError(f"{name} sent an event of more than {MAX_EVENT_BYTES >> 20} MiB.")
-    if buffer:
-        yield buffer
+    if begun:
+        yield bytes(begun)
 
 
 def _decoded(data: bytes, kind: type[R], name: str) -> R:

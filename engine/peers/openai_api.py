@@ -131,7 +131,7 @@ class OpenAIEngine(ServerEngine):
         ended, usage, calls = False, _Usage(), _Calls(request)
         async for chunk in http.stream(self._server, path, body, _Chunk, self.name):
             usage = chunk.usage or usage  # in the last chunk, or in every one
-            for choice in chunk.choices[:1]:
+            for choice in (chunk.choices or ())[:1]:
                 delta = choice.delta or _Delta()
                 thought = delta.reasoning_content or delta.reasoning
                 answered = delta.content or choice.text or delta.refusal
@@ -308,5 +308,5 @@ class _Choice(msgspec.Struct):
 
 
 class _Chunk(http.Reply):
-    choices: tuple[_Choice, ...] = ()
+    choices: tuple[_Choice, ...] | None = None  # gateways send null beside the usage
     usage: _Usage | None = None

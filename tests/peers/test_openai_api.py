@@ -66,7 +66,7 @@ def delta(finish_reason=None, **fields):
 
 END = delta("stop")
 USAGE = {
-    "choices": [],
+    "choices": None,
     "usage": {"prompt_tokens": 20, "completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": 16}},
 }
 
