@@ -98,9 +98,9 @@ def test_steps_with_its_choices_take_little_longer_than_with_the_best_that_were_
             lost[what] += times[order[0]] - best
             step_us[what] = min(best, step_us.get(what, best))
     shares = {what: us / step_us[what] for what, us in lost.items()}
-    assert len(shares) == 37 and mean(shares.values()) < 0.0235
-    assert max(shares.values()) < 0.065, shares
-    assert mean(shares[f"now {name}"] for name in FLOATS) < 0.025  # without held blocks 0.05
+    assert len(shares) == 37 and mean(shares.values()) < 0.0195
+    assert max(shares.values()) < 0.05, shares
+    assert mean(shares[f"now {name}"] for name in FLOATS) < 0.02  # without held blocks 0.05
 
 
 @pytest.mark.parametrize(
