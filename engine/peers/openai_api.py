@@ -125,8 +125,8 @@ class OpenAIEngine(ServerEngine):
 
     async def _completed(self, request: Generate, stats: AnswerStats) -> AsyncGenerator[Event, None]:
         assert self._server
-        stats.seed = chosen_seed(request.sampling)
-        body = self._body(request, stats.seed)
+        body = self._body(request)
+        stats.seed = body.get("seed", 0)
         path = "chat/completions" if "messages" in body else "completions"
         ended, usage, calls = False, _Usage(), _Calls(request)
         async for chunk in http.stream(self._server, path, body, _Chunk, self.name):
@@ -157,16 +157,21 @@ class OpenAIEngine(ServerEngine):
         if usage.prompt_tokens_details:
             stats.cached_n = usage.prompt_tokens_details.cached_tokens or 0
 
-    def _body(self, request: Generate, seed: int) -> http.Json:
+    def _body(self, request: Generate) -> http.Json:
         sampling = request.sampling
         body: dict[str, Any] = {
             "model": self._model,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "seed": seed,
         }
+        if self._owner in EXTRA_OPTIONS:
+            body["seed"] = chosen_seed(sampling)
+        elif sampling.seed is not None:
+            body["seed"] = sampling.seed
+        for name in ("temperature", "top_p"):
+            # A gateway passes on what its model may refuse: 1 is what there is without them in the protocol.
+            if self._owner in EXTRA_OPTIONS or getattr(sampling, name) != 1:
+                body[name] = getattr(sampling, name)
         if request.max_tokens is not None:
             body["max_tokens"] = request.max_tokens
         match request.prompt:

@@ -46,8 +46,9 @@ MIN_TOKENS = 32  # the prefill rate of fewer new tokens is not shown, and no spe
 
 class Sampling(_Record, frozen=True, kw_only=True):
     """How a token is drawn. `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repeat_penalty` 1 and 0 for
-    the other penalties turn their step off. `seed` None takes a random seed; `Finished` reports it. `effort` is how
-    much to think, if the chat template reads it (`ModelInfo.takes_effort`); None leaves it to the template."""
+    the other penalties turn their step off. `seed` None takes a random seed; `Finished` reports it (0: a server's own).
+    `effort` is how much to think, if the chat template reads it (`ModelInfo.takes_effort`); None leaves it to the
+    template."""
 
     temperature: float = 0.7
     top_k: int = 40

@@ -211,6 +211,8 @@ async def test_a_server_of_unknown_kind_gets_what_is_in_the_protocol(engines, fa
     body = fake.requests[-1][2]
     assert set(body) == {"model", "stream", "stream_options", "temperature", "top_p", "seed", "messages"}
     assert body["seed"] == 5
+    end = (await collect(engine.generate(ask(sampling=Sampling(temperature=1, top_p=1)))))[-1]
+    assert set(fake.requests[-1][2]) == {"model", "stream", "stream_options", "messages"} and end.seed == 0
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
