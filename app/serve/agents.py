@@ -240,6 +240,22 @@ AGENTS = {
                 f"OPENAI_BASE_URL={at.v1} OPENAI_API_KEY={at.shell_key} OPENAI_MODEL={at.shell_model} qwen"
             ),
         ),
+        Agent(
+            "cline",
+            "Cline's CLI",
+            lambda at: (
+                f"cline auth -p openai-compatible -b {at.v1} -k {at.shell_key} -m {at.shell_model} && "
+                "cline -P openai-compatible"
+            ),
+        ),
+        Agent(
+            "openhands",
+            "OpenHands",
+            lambda at: (
+                f"LLM_BASE_URL={at.v1} LLM_API_KEY={at.shell_key} "
+                f"LLM_MODEL={shlex.quote(f'openai/{at.model}')} openhands --override-with-envs"
+            ),
+        ),
         Agent("continue", "Continue", lambda _: "cn", "~/.continue/config.yaml", _continue),
         Agent(
             "aider",
