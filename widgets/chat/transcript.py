@@ -21,6 +21,7 @@ from textual.strip import Strip
 
 from widgets.chat.turn import Turn
 from widgets.chat.turn_lines import TurnLines
+from widgets.late_components import LateComponents
 from widgets.markdown.lines import Line
 from widgets.text import clean, one_line
 
@@ -44,7 +45,7 @@ def word_at(text: str, at: int) -> tuple[int, int]:
     return found.span() if found else (at, min(at + 1, len(text)))
 
 
-class Transcript(ScrollView, can_focus=False):
+class Transcript(LateComponents, ScrollView, can_focus=False):
     """Shows turns, follows the last one while it grows, and lets go when the user scrolls up."""
 
     COMPONENT_CLASSES = {

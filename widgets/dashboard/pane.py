@@ -12,6 +12,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from widgets.labels import label_at
+from widgets.late_components import LateComponents
 
 Data = TypeVar("Data")
 Line = list[tuple[str, str]]
@@ -19,7 +20,7 @@ Line = list[tuple[str, str]]
 The text is printable, and each character is one cell wide."""
 
 
-class Pane(Widget, Generic[Data]):
+class Pane(LateComponents, Widget, Generic[Data]):
     """Shows the lines that `draw` makes of `data`. They are made again only if the data, the size or the theme has
     changed, since several panes are on the screen while tokens arrive."""
 
