@@ -15,16 +15,20 @@ does, takes the key for two others: Alt+Z typed "^z" while a reply was drawn.
 
 A terminal that does not mark pastes sends them as if they were typed. In a long line each key takes as long as the line
 is: 2,000 of them in one of 200,000 characters kept the screen waiting for over a minute.
+
+Textual reads a paste character by character, and took a second for 600 kB of it. So it gets the marks of its beginning
+and its end, and the text comes into what it makes of them.
 """
 
 import codecs
 import re
+from collections import deque
 from collections.abc import Iterable
 from itertools import chain
 
 from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 from textual._xterm_parser import XTermParser
-from textual.events import Key, Resize
+from textual.events import Key, Paste, Resize
 from textual.keys import Keys
 from textual.message import Message
 
@@ -62,13 +66,24 @@ class PasteParser(XTermParser):
     _pasted = 0  # characters of the paste so far
     _is_long_answer = False  # the rest of one is to come
 
+    def __init__(self, debug: bool = False) -> None:
+        super().__init__(debug)
+        self._pieces: list[str] = []  # of the paste so far
+        self._texts = deque[str]()  # of pastes that have ended
+
     def feed(self, data: str) -> Iterable[Message]:
         if not data:  # the end of the input
             return super().feed(self._held + data)
         self._answers: list[str] = []
         passed = self._passed(self._without_long_answer(data))
         keys = (Key(ANSWERED, answer) for answer in self._answers)
-        return chain(keys, filter(_is_believed, super().feed(passed))) if passed else keys
+        messages = filter(_is_believed, super().feed(passed)) if passed else ()
+        return chain(keys, map(self._with_text, messages))
+
+    def _with_text(self, message: Message) -> Message:
+        """A paste that has no text but in `_texts`."""
+        is_empty = isinstance(message, Paste) and not message.text and self._texts
+        return Paste(self._texts.popleft()) if is_empty else message
 
     def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[Key]:
         is_alt = len(sequence) == 2 and sequence[0] == ESCAPE and sequence not in ANSI_SEQUENCES_KEYS
@@ -113,7 +128,11 @@ class PasteParser(XTermParser):
                     begun = next((n for n in range(len(END) - 1, 0, -1) if text.endswith(END[:n])), 0)
                     text, self._held = text[: len(text) - begun], text[len(text) - begun :]
                 text = text.replace(ESCAPE, "")
-                passed += text[: max(0, MOST_PASTED + 1 - self._pasted)] + end
+                self._pieces.append(text[: max(0, MOST_PASTED + 1 - self._pasted)])
+                if end:
+                    self._texts.append("".join(self._pieces).replace("\0", ""))
+                    self._pieces.clear()
+                    passed += end
                 self._pasted = 0 if end else self._pasted + len(text)
                 self._is_pasting = not end
             else:
