@@ -20,6 +20,7 @@ from textual.widget import Widget
 from textual.widgets import Input, TextArea
 from textual.widgets.text_area import Edit, EditResult
 
+from widgets.late_components import LateComponents
 from widgets.terminal.pastes import PasteParser, lenient_decoder
 from widgets.text import editable
 
@@ -30,7 +31,7 @@ linux_driver.XTermParser = PasteParser  # type: ignore[attr-defined]
 linux_driver.getincrementaldecoder = lenient_decoder  # type: ignore[attr-defined, assignment]
 
 
-class OrderedInput(Input):
+class OrderedInput(LateComponents, Input):
     def validate_value(self, value: str) -> str:
         return editable(value).replace("\n", " ")
 
@@ -38,7 +39,7 @@ class OrderedInput(Input):
         await _handle(self, event, self.insert_text_at_cursor)
 
 
-class OrderedTextArea(TextArea):
+class OrderedTextArea(LateComponents, TextArea):
     BINDINGS = [
         Binding("ctrl+home", "cursor_document(0)", show=False),
         Binding("ctrl+end", "cursor_document(1)", show=False),
