@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from msgspec.structs import replace
 
 from app.chat import files
-from app.chat.mention import Mention
+from app.chat.mention import Mention, current_folder
 from engine.errors import OrinError, PictureError
 from engine.protocol.events import EngineOptions
 from widgets.chat.turn import Attachment, PictureFile
@@ -138,7 +138,7 @@ class FileReader:
 
     def keep(self, data: bytes) -> str:
         """Keeps a picture that has no file. Returns the name by which a prompt can have it. Raises PictureError."""
-        paths = (Path.cwd() / f"pasted-{n}.png" for n in count(1))
+        paths = (current_folder() / f"pasted-{n}.png" for n in count(1))
         path = next(path for path in paths if not path.exists() and (str(path), 0, 0) not in self._sent)
         file = Attachment(name=path.name, path=str(path), text="", picture=PictureFile(data=data))
         self.remember([with_thumbnail(file)])

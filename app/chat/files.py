@@ -18,7 +18,7 @@ from typing import BinaryIO
 from msgspec.structs import replace
 
 from app.chat.file_globs import MOST_ENTRIES, is_glob, matching
-from app.chat.mention import LINES, Mention, meanings, shown
+from app.chat.mention import LINES, Mention, current_folder, meanings, shown
 from app.chat.status import StatusObserver
 from engine.catalog.names import local_path
 from engine.errors import UsageError
@@ -76,7 +76,7 @@ def said_missing(names: Sequence[str]) -> str:
 
 def _looked_up(prompt: str, known: Callable[[Path], bool]) -> Iterator[tuple[str, list[Mention]]]:
     """What stands after each @ in `prompt`, once, and what it names. What comes after MOST_LOOKUPS names nothing."""
-    lookups, entries, folder = MOST_LOOKUPS, iter(range(MOST_ENTRIES)), Path.cwd()
+    lookups, entries, folder = MOST_LOOKUPS, iter(range(MOST_ENTRIES)), current_folder()
     for match in {match[0]: match for match in _MENTION.finditer(prompt)}.values():
         quoted = _unquoted(match["quoted"] or "")
         text = quoted + (match["of_quoted"] or "") if quoted else match["bare"]

@@ -1,5 +1,6 @@
 """The names of files in prompts and on the command line: notes.txt, or some of its lines as notes.txt:10-40."""
 
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -40,9 +41,17 @@ def argument(text: str) -> Mention | None:
     return None
 
 
+def current_folder() -> Path:
+    """Where the program runs. If that was deleted meanwhile, its name, below which there is nothing."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return Path(os.environ.get("PWD") or "/")
+
+
 def shown(path: Path) -> str:
     """A path as short as it can be named from here: relative to the current folder, or to the home folder."""
-    for base, prefix in ((Path.cwd(), ""), (Path.home(), "~/")):
+    for base, prefix in ((current_folder(), ""), (Path.home(), "~/")):
         if path.is_relative_to(base) and path != base:
             return prefix + str(path.relative_to(base))
     return str(path)

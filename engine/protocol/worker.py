@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Never
 
@@ -475,6 +476,10 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
 def main() -> None:
     """`python -m engine.protocol.worker FD`: FD is the descriptor of this process's end of the socket pair."""
     gc.disable()  # what a start makes stays alive; garbage collection would take a tenth of the time
+    try:
+        Path.cwd()  # for which the processes that compile ask, too
+    except FileNotFoundError:  # it was deleted
+        os.chdir("/")
     # Until the command to load comes: what every model needs. Not tinygrad, which reads options when it is imported.
     threading.Thread(target=import_module, args=(_NEEDED,), daemon=True, name="imports").start()
     serve(socket.socket(fileno=int(sys.argv[-1])), _load_text_model)

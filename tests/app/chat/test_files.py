@@ -223,3 +223,13 @@ def test_files_are_kept_with_the_chat(tmp_path):
     [stored] = History(tmp_path / "history.sqlite3").messages(chat_id)
     assert stored.files == (file,) and stored.message.content == "@notes.txt:1-2 what?"
     assert history.chats(query="line") == [], "a search finds what was written"
+
+
+def test_a_folder_that_is_gone_has_no_files(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    monkeypatch.setenv("PWD", str(gone))
+    gone.rmdir()
+    assert files.missing("See @notes.txt") == ["@notes.txt"] and files.completions("@no") == (-1, [])
+    assert files.shown(tmp_path / "a.txt") == str(tmp_path / "a.txt")
