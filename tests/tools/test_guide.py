@@ -60,6 +60,8 @@ ASKED = {
     ("edit an older prompt, not the last",): "F2",
     ("does qwen3 vl see pictures",): "see pictures",
     ("how do I get llama 4 scout",): "llama4:scout",
+    ("can llama 4 look at pictures?",): "Llama 4 Scout and Maverick run and see",
+    ("fewer words",): "/set max_tokens",
     ("does mamba run here",): "--model",
     ("what is the temperature", "how do I set it", "thanks", "and what is the default?"): "0.7",
 }
