@@ -52,6 +52,18 @@ class ReferenceEncoder:
         return np.concatenate([self._encoded(rgb) for rgb in rgbs])
 
     def _encoded(self, rgb: NDArray[np.uint8]) -> Floats:
+        tiles = self.spec.tiles
+        if self.spec.stem is None or tiles is None or len(rgb) == rgb.shape[1] == self.spec.size.most:
+            return self._with_ends(self._square(rgb), rgb.shape[0] // (self.spec.patch * self.spec.merge))
+        lines = []  # those of all tiles that are side by side
+        for row in np.split(rgb, len(rgb) // tiles.side):
+            side_by_side = np.split(row, row.shape[1] // tiles.side, axis=1)
+            n = tiles.side // self.spec.patch
+            lines.append(np.concatenate([self._square(tile).reshape(n, n, -1) for tile in side_by_side], 1))
+        whole = np.concatenate(lines)
+        return self._with_ends(whole.reshape(-1, whole.shape[-1]), len(whole), is_end=False)
+
+    def _square(self, rgb: NDArray[np.uint8]) -> Floats:
         spec, p, m = self.spec, self.spec.patch, self.spec.merge
         pixels = ((rgb / np.float32(255) - spec.mean) / spec.std).astype(np.float32)
         rows, columns = rgb.shape[0] // p, rgb.shape[1] // p
@@ -79,7 +91,16 @@ class ReferenceEncoder:
             first = spec.positions.of_summary == "first"
             if spec.positions.of_summary != "none":
                 own = own + table[0 if first else -1]
-            x = np.concatenate([x + table[first:][self._places @ [columns, 1]], own])
+            if spec.stem:
+                n = math.isqrt(len(table) - 1)
+                by = [
+                    resizing("smoothed bicubic", n, count)[of]
+                    for of, count in zip(self._places.T, (rows, columns), strict=True)
+                ]
+                added = np.einsum("pi,pj,ijd->pd", *by, table[1:].reshape(n, n, -1)).astype(np.float32)
+            else:
+                added = table[first:][self._places @ [columns, 1]]
+            x = np.concatenate([x + added, own])
             x = self._normed(x, spec.norm) if spec.norm else x
         elif spec.positions and spec.positions.after_norm and spec.norm:
             x = self._normed(x, spec.norm) + self._positions(rows, columns)
@@ -104,12 +125,17 @@ class ReferenceEncoder:
             for step in projector.steps:
                 x = self._step(step, x)
             results.append(x)
-        return self._with_ends(np.concatenate(results, axis=1), rows // m)
+        return np.concatenate(results, axis=1)
 
     def _stem(self, stem: Stem, pixels: Floats) -> Floats:
-        p, n = stem.patch, stem.side
+        p, n = stem.patch, len(pixels) // stem.patch
         squares = pixels.reshape(n, p, n, p, 3).transpose(0, 2, 4, 1, 3).reshape(n * n, -1)
-        x = self._product(stem.kernel, squares) + self._vector(stem.positions).reshape(n * n, -1)
+        table, by = (
+            self._vector(stem.positions).reshape(stem.side, stem.side, -1),
+            resizing("smoothed bicubic", stem.side, n),
+        )
+        places = np.einsum("pi,qj,ijd->pqd", by, by, table, optimize=True).astype(np.float32)
+        x = self._product(stem.kernel, squares) + places.reshape(n * n, -1)
         for sublayer in stem.sublayers:
             h, operator = self._normed(x, sublayer.norm), sublayer.operator
             if isinstance(operator, PatchAttention):
@@ -134,9 +160,8 @@ class ReferenceEncoder:
         """Window by window, each query by itself. What is beyond the picture is zeros."""
         n, count = len(x), -(-len(x) // size)
         whole = np.pad(x, ((0, count * size - n), (0, count * size - n), (0, 0)))
-        tables = [
-            self._vector(of).reshape(2 * size - 1, a.head_dim) for of in (a.by_rows, a.by_columns) if of
-        ]
+        tables = [self._vector(of).reshape(-1, a.head_dim) for of in (a.by_rows, a.by_columns) if of]
+        tables = [(resizing("bilinear", len(of), 2 * size - 1) @ of).astype(np.float32) for of in tables]
         places, out = np.mgrid[:size, :size].reshape(2, -1), np.zeros_like(whole)
         for down, across in np.ndindex(count, count):
             window = slice(down * size, (down + 1) * size), slice(across * size, (across + 1) * size)
@@ -152,10 +177,12 @@ class ReferenceEncoder:
             out[window] = self._product(a.o, attended.reshape(len(rows), -1)).reshape(size, size, -1)
         return out[:n, :n].reshape(n * n, -1)
 
-    def _with_ends(self, embeddings: Floats, rows: int) -> Floats:
+    def _with_ends(self, embeddings: Floats, rows: int, is_end: bool = True) -> Floats:
         if (ends := self.spec.ends) is None:
             return embeddings
         lines = [np.concatenate([row, self._fixed(ends.line)]) for row in np.split(embeddings, rows)]
+        if not is_end:
+            return np.concatenate(lines)
         lines = [self._fixed(ends.begin), *lines] if ends.begin else lines
         return np.concatenate([*lines, self._fixed(ends.end)]) if ends.end else np.concatenate(lines)[:-1]
 
@@ -304,21 +331,17 @@ def resizing(how: str, n: int, count: int, more: float = 0.0) -> NDArray[np.floa
     """What each of `count` places takes of each of `n` pixels, which are repeated beyond the edges, but not where the
     filter is smoothed. `more`: see `Positions`."""
     shares = np.zeros((count, n))
-    width = max(n / count, 1) if how == "smoothed" else 1
+    is_smoothed = "smoothed" in how
+    a, width = (-0.5, max(n / count, 1)) if is_smoothed else (-0.75, 1)
     for i in range(count):
         centre = (i + 0.5) * n / (count + more) - 0.5
         for k in range(-3 * n - 3, 4 * n + 3):
             d = abs(k - centre) / width
-            if how == "bicubic":
-                share = (
-                    1.25 * d**3 - 2.25 * d**2 + 1
-                    if d <= 1
-                    else -0.75 * (d**3 - 5 * d**2 + 8 * d - 4)
-                    if d < 2
-                    else 0
-                )
+            if "bicubic" in how:
+                near, far = (a + 2) * d**3 - (a + 3) * d**2 + 1, a * (d**3 - 5 * d**2 + 8 * d - 4)
+                share = near if d <= 1 else far if d < 2 else 0
             else:
                 share = max(1 - d, 0)
-            if how != "smoothed" or 0 <= k < n:
+            if not is_smoothed or 0 <= k < n:
                 shares[i, min(max(k, 0), n - 1)] += share
     return shares / shares.sum(1, keepdims=True)

@@ -35,10 +35,16 @@ class Grid:
         side = spec.patch * spec.merge
         return cls(height // side, width // side)
 
+    def is_tiled(self, spec: VisionSpec) -> bool:
+        """Whether it is that of all tiles of a picture at once."""
+        return spec.stem is not None and self != Grid.of(spec, spec.size.most, spec.size.most)
+
     def tokens(self, spec: VisionSpec) -> int:
         """Embeddings of the picture, those after rows included."""
         if spec.ends is None:
             return spec.queries or self.rows * self.columns
+        if self.is_tiled(spec):
+            return self.rows * (self.columns + 1)
         ends = int(spec.ends.begin is not None) + (1 if spec.ends.end else -1)
         return self.rows * (self.columns + 1) + ends
 
@@ -69,6 +75,7 @@ class EncoderInput:
     windows: NDArray[np.int32] | None
 
 
+_CUBIC_TERMS = 64  # of a table whose sides are up to 1.6 times those of what it becomes
 _MOST_PADDED = 8000
 """The side of a picture that is made square. One of 65,535 x 1 pixels would take 13 GB."""
 
@@ -80,6 +87,8 @@ def layout(spec: VisionSpec, width: int, height: int) -> tuple[Grid, tuple[Part,
     cut, whole = spec.cut(width, height), Part(grid.tokens(spec))
     if cut is None or cut.rows * cut.columns == 1:
         return grid, (whole,)
+    if spec.stem:
+        return grid, (Part(Grid.of(spec, *cut.sizes[-1]).tokens(spec), (1, 1)), whole)
     tokens = Grid.of(spec, *_read_of(spec, cut)).tokens(spec)
     tiles = [Part(tokens, (row + 1, column + 1)) for row, column in np.ndindex(cut.rows, cut.columns)]
     return grid, (whole, *tiles) if spec.whole_first else (*tiles, whole)
@@ -93,6 +102,12 @@ def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> tuple[NDArray[np.uint8]
     def sized(picture: Image.Image, size: Size) -> Image.Image:
         return picture.resize((size[0], picture.height), how).resize(size, how)
 
+    def whole(picture: Image.Image) -> NDArray[np.uint8]:
+        if spec.padding and picture.width != picture.height:
+            side = full[0] if spec.stem else min(max(picture.size), _MOST_PADDED)
+            picture = ImageOps.pad(picture, (side, side), how, spec.padding)
+        return _cropped(np.asarray(picture if picture.size == full else sized(picture, full)), size)
+
     match spec.kind:
         case "gemma3" | "lfm2" | "phi4" | "llama4":
             how = Image.Resampling.BILINEAR
@@ -101,25 +116,24 @@ def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> tuple[NDArray[np.uint8]
         case _:
             how = Image.Resampling.BICUBIC
     picture, size = Image.fromarray(rgb), spec.size(rgb.shape[1], rgb.shape[0])
-    is_square = spec.tiles is not None and spec.size.how == "square"
+    is_square = spec.tiles is not None and spec.size.how == "square" and not spec.stem
     full = (spec.tiles.side, spec.tiles.side) if spec.tiles and is_square else size
     if (cut := spec.cut(rgb.shape[1], rgb.shape[0])) is None:
-        if spec.padding and picture.width != picture.height:
-            side = full[0] if spec.kind == "deepseekocr" else min(max(picture.size), _MOST_PADDED)
-            picture = ImageOps.pad(picture, (side, side), how, spec.padding)
-        return (_cropped(np.asarray(picture if picture.size == full else sized(picture, full)), size),)
+        return (whole(picture),)
     if cut.padded == "corner":
         stretched = sized(picture, cut.sizes[0]).crop((0, 0, *cut.sizes[-1]))
     else:
-        whole = ImageOps.pad(picture, cut.sizes[0], how) if cut.padded else picture
-        stretched = functools.reduce(sized, cut.sizes, whole)
+        padded = ImageOps.pad(picture, cut.sizes[0], how) if cut.padded else picture
+        stretched = functools.reduce(sized, cut.sizes, padded)
+    if spec.stem:
+        return np.asarray(stretched), whole(picture)
     across, down = stretched.width // cut.columns, stretched.height // cut.rows
     tiles = np.asarray(stretched).reshape(cut.rows, down, cut.columns, across, 3).transpose(0, 2, 1, 3, 4)
     parts = [_cropped(tile, _read_of(spec, cut)) for tile in tiles.reshape(-1, down, across, 3)]
     if len(parts) == 1:
         return (parts[0],)
     is_from_tiles = len(cut.sizes) > 1 and not cut.padded
-    last = _cropped(np.asarray(sized(stretched if is_from_tiles else picture, full)), size)
+    last = whole(stretched if is_from_tiles else picture)
     return (last, *parts) if spec.whole_first else (*parts, last)
 
 
@@ -224,12 +238,14 @@ def places_of(spec: VisionSpec, grid: Grid, n: int) -> Places:
             rows, shares = _stretched(math.isqrt(n), ys, xs, (down, across))
         case _:
             assert spec.positions
-            rows, shares = _resized(spec.positions, math.isqrt(n), ys, xs, (down, across))
+            rows, shares = _resized(spec.positions, math.isqrt(n - spec.summary_rows), ys, xs, (down, across))
             room = (0, 0), (0, position_terms(spec, n) - rows.shape[1])
             rows, shares = np.pad(rows, room), np.pad(shares, room)
     if k := spec.summary_rows:
-        own = np.arange(k)[:, None]
-        rows, shares = np.concatenate([rows + k, own]), np.concatenate([shares, np.ones((k, 1))])
+        own = np.arange(k)[:, None].repeat(rows.shape[1], 1)  # the first term is all of it
+        first = np.zeros((k, rows.shape[1]))
+        first[:, 0] = 1
+        rows, shares = np.concatenate([rows + k, own]), np.concatenate([shares, first])
         cos = None if cos is None else np.pad(cos, ((0, k), (0, 0)), constant_values=1)
         sin = None if sin is None else np.pad(sin, ((0, k), (0, 0)))
     return Places(rows.astype(np.int32), shares.astype(np.float32), cos, sin, windows)
@@ -246,6 +262,8 @@ def position_terms(spec: VisionSpec, n: int) -> int:
             return 2
         case "bicubic":
             return 16
+        case "smoothed bicubic":
+            return _CUBIC_TERMS
         case "smoothed":  # a picture has a quarter of the table's places or more: see vision_reader
             return max(2 * math.isqrt(n), 36)
     return 4
@@ -263,6 +281,8 @@ def as_read(spec: VisionSpec, embeddings: Floats, grid: Grid, fixed: Callable[[F
     line, size = fixed(spec.ends.line), embeddings.shape[1]
     rows = embeddings.reshape(grid.rows, grid.columns, size)
     joined = np.concatenate([rows, np.broadcast_to(line, (grid.rows, 1, size))], axis=1).reshape(-1, size)
+    if grid.is_tiled(spec):
+        return joined
     begin = [fixed(spec.ends.begin)[None]] if spec.ends.begin else []
     end = [fixed(spec.ends.end)[None]] if spec.ends.end else []
     return np.concatenate([*begin, joined if end else joined[:-1], *end])
@@ -310,16 +330,16 @@ def _stretched(n: int, ys: Ints, xs: Ints, shape: tuple[int, int]) -> tuple[Ints
 def _resized(positions: Positions, n: int, ys: Ints, xs: Ints, shape: tuple[int, int]) -> tuple[Ints, Shares]:
     """The rows of a table of n x n places that the filter of `positions` reads for each patch of a picture of `shape`,
     and their shares: torch.nn.functional.interpolate, without aligned corners."""
-    filter = positions.how
+    is_cubic, is_smoothed = "bicubic" in positions.how, "smoothed" in positions.how
 
     def axis(count: int, of: Ints) -> tuple[Ints, Shares]:
         at = (np.arange(count) + 0.5) * n / (count + positions.more) - 0.5
-        wide = max(n / count, 1.0) if filter == "smoothed" else 1.0
-        reach = 2 if filter == "bicubic" else math.ceil(wide)
+        wide = max(n / count, 1.0) if is_smoothed else 1.0
+        reach = math.ceil(2 * wide if is_cubic else wide)
         taps = np.floor(at).astype(int)[:, None] + np.arange(1 - reach, reach + 1)
-        apart = np.abs(taps - at[:, None])
-        shares = _cubic(apart) if filter == "bicubic" else np.maximum(1 - apart / wide, 0)
-        if filter == "smoothed":
+        apart = np.abs(taps - at[:, None]) / wide
+        shares = _cubic(apart, -0.5 if is_smoothed else -0.75) if is_cubic else np.maximum(1 - apart, 0)
+        if is_smoothed:
             shares *= (taps >= 0) & (taps < n)
             shares /= shares.sum(1, keepdims=True)
         used = np.abs(shares).max(0) > 0
@@ -333,8 +353,19 @@ def _resized(positions: Positions, n: int, ys: Ints, xs: Ints, shape: tuple[int,
     )
 
 
-def _cubic(apart: Shares) -> Shares:
-    """The cubic convolution of distances below 2, with PyTorch's a of -3/4."""
-    a, x = -0.75, apart
+def resized_table(table: Floats, side: int, count: int) -> Floats:
+    """A table of side x side places, (side², dim), for count x count of them: cubic, with antialiasing."""
+    ys, xs = np.mgrid[:count, :count].reshape(2, -1)
+    places = Positions(Vector("", 0), "smoothed bicubic")
+    rows, shares = _resized(places, side, ys, xs, (count, count))
+    out = np.zeros((count * count, table.shape[1]), np.float32)
+    for of, row in zip(shares.T.astype(np.float32), rows.T, strict=True):
+        out += of[:, None] * table[row]
+    return out
+
+
+def _cubic(apart: Shares, a: float) -> Shares:
+    """The cubic convolution of distances, with PyTorch's `a`."""
+    x = apart
     near, far = ((a + 2) * x - (a + 3)) * x * x + 1, ((x - 5) * x + 8) * x * a - 4 * a
     return np.where(x <= 1, near, np.where(x < 2, far, 0))

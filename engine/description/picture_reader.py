@@ -104,6 +104,10 @@ class PictureReader(CheckedFile):
             case "internvl":
                 least, most = self.size("preproc_min_tiles", 1), self.size("preproc_max_tiles", 12)
                 rule = TileRule(side, "shape", least=least, most=most)
+            case "deepseekocr":  # published: 640 of 1024 pixels
+                least, most = self.size("preproc_min_tiles", 2), self.size("preproc_max_tiles", 9)
+                side = self.size_rule().most * 5 // 8 // align * align
+                rule = TileRule(side, "shape", least=least, most=most, whole=side)
             case "lfm2":
                 least, most = _LFM2_TILES
                 side = math.isqrt(_AREA_TOKENS[self.kind][1]) * align

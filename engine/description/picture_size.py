@@ -93,7 +93,7 @@ class TileRule:
     columns whose shape is about that of the picture; the tiles have the shape that is left, and the area of a square.
     "choices": of these sizes of all tiles, that in which most of the picture's pixels are kept, and least are black.
     "canvas": the smallest of those of `most` tiles or fewer in which the picture is not made smaller, or little; it is
-    not made larger, but for one tile."""
+    not made larger, but for one tile. A picture whose sides have at most `whole` pixels is not cut."""
 
     side: int
     how: Literal["longest", "shape", "mean", "choices", "canvas"]
@@ -103,10 +103,13 @@ class TileRule:
     area: int = 0
     align: int = 1
     choices: tuple[Size, ...] = ()
+    whole: int = 0
 
     def __call__(self, width: int, height: int) -> Cut | None:
         """That of a picture of `width` x `height` pixels; None if it is not cut."""
         side = self.side
+        if max(width, height) <= self.whole:
+            return None
         match self.how:
             case "longest":
                 ratio = width / height

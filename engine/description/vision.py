@@ -220,8 +220,8 @@ class Ends:
         return tuple(filter(None, (self.line, self.begin, self.end)))
 
 
-ResizedPositions = Literal["bilinear", "bicubic", "smoothed"]
-"""A filter; the last one is bilinear with antialiasing."""
+ResizedPositions = Literal["bilinear", "bicubic", "smoothed", "smoothed bicubic"]
+"""A filter; the third one is bilinear, and those that are smoothed have antialiasing."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,8 @@ class VisionSpec:
     each tile is encoded by itself, and so is the whole picture, at last, or at first (`whole_first`). A `padding`, a
     colour of 0 to 255, makes a picture square. A `summary` is one more row, after those of all patches, or several:
     what stands in place of a patch's product. They are part of no token, and are not rotated. The pixels of a patch are
-    normed by `pixel_norm`. A `stem` takes the place of `kernels`."""
+    normed by `pixel_norm`. A `stem` takes the place of `kernels`. With one, all tiles are read as one grid of tokens,
+    in which the last row has an end, too."""
 
     kind: str
     name: str

@@ -213,7 +213,7 @@ class _Reader(ProjectorReader, PictureReader):
             out=out,
             mean=self.colours("image_mean"),
             std=self.colours("image_std"),
-            size=SizeRule("square", self.patch, stem.side * stem.patch) if stem else self.size_rule(),
+            size=self.size_rule(),
             kernels=() if stem else tuple(self.kernels()),
             bias=None if stem else self.vector("v.patch_embd.bias", self.dim),
             positions=self.positions(),
@@ -254,6 +254,11 @@ class _Reader(ProjectorReader, PictureReader):
         info = self.file.tensors.get("v.class_embd")
         n = info.shape[0] if info and len(info.shape) == 2 else 0
         return (n, self.dim) if 0 < n <= _MOST_SUMMARIES else (self.dim,)
+
+    def size_rule(self) -> SizeRule:
+        if self.kind != "deepseekocr":
+            return super().size_rule()
+        return SizeRule("square", self.patch, stem_side(self) * stem_patch(self))
 
     def row_shape(self, name: str, size: int) -> tuple[int, ...]:
         """That of a vector, which some files have as a matrix of one row."""
@@ -306,7 +311,7 @@ class _Reader(ProjectorReader, PictureReader):
             return Positions(self.required(name, *shape[:2], self.dim), "bicubic")
         if self.kind == "deepseekocr":
             places = (stem_side(self) // STEM_STRIDE) ** 2
-            return Positions(self.required(name, places + 1, self.dim), "patch")
+            return Positions(self.required(name, places + 1, self.dim), "smoothed bicubic")
         rows = shape[0] if shape else 0
         places = (self.size("image_size") // self.patch) ** 2
         if self.kind == "nemotron_v2_vl":

@@ -38,7 +38,9 @@ def test_every_kind_is_read(kind, tmp_path):
     with_class = "internvl", "mlp", "llama4", "deepseekocr"
     assert bool(spec.stem) == (kind == "deepseekocr")
     assert bool(spec.rotations) == (kind not in of_places and bool(attention))
-    assert bool(spec.tiles) == (kind in ("idefics3", "internvl", "lfm2", "resampler", "llama4"))
+    assert bool(spec.tiles) == (
+        kind in ("idefics3", "internvl", "lfm2", "resampler", "llama4", "deepseekocr")
+    )
     assert spec.summary_rows == {"nemotron_v2_vl": 3}.get(kind, int(kind in with_class))
     assert [a for a in attention if a.o.inputs] == (attention if kind == "gemma4v" else [])
 
@@ -119,6 +121,7 @@ def test_sizes(rule, size, wanted):
 
 
 LARGE = TileRule(512, "shape", least=2, most=10, area=2 * 256 * 32 * 32, align=32)
+PAGES = TileRule(640, "shape", least=2, most=9, whole=640)
 SLICES = TileRule(448, "mean", most=9, align=14)
 CANVAS = TileRule(336, "canvas", most=16)
 CHOICES = TileRule(336, "choices", most=4, choices=((336, 672), (672, 336), (672, 672)))
@@ -137,6 +140,8 @@ CHOICES = TileRule(336, "choices", most=4, choices=((336, 672), (672, 336), (672
         (LARGE, (720, 720), None),
         (LARGE, (1000, 800), (1536, 1024, 2, 3)),
         (LARGE, (3000, 1000), (1536, 512, 1, 3)),
+        (PAGES, (640, 500), None),
+        (PAGES, (1000, 700), (1920, 1280, 2, 3)),
         (SLICES, (448, 448), None),
         (SLICES, (600, 300), None),
         (SLICES, (1000, 800), (1008, 812, 2, 2)),

@@ -1,5 +1,5 @@
 """The encoder before an encoder of pictures (`engine.description.vision.Stem`) as tensor graphs. Its patches are row by
-row, those of the whole picture: float32 (side * side, dim)."""
+row, those of the whole picture: float32 (side * side, dim). Vectors are those of `stem_of`."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def _attended(parts: Parts, stem: Stem, a: PatchAttention, x: Tensor) -> Tensor:
         for linear in (a.q, a.k, a.v)
     )
     q = q.reshape(windows, a.heads, size, size, a.head_dim)
-    by_rows = q.matmul(_between(parts.floats(a.by_rows), size)).contiguous()
-    by_columns = q.transpose(2, 3).matmul(_between(parts.floats(a.by_columns), size)).transpose(2, 3)
+    by_rows = q.matmul(parts.floats(a.by_rows)).contiguous()
+    by_columns = q.transpose(2, 3).matmul(parts.floats(a.by_columns)).transpose(2, 3)
     by_columns = by_columns.contiguous()
     at_once = size
     while windows * a.heads * at_once * size * patches > picture_parts.SCORES and at_once % 2 == 0:
@@ -73,9 +73,3 @@ def _attended(parts: Parts, stem: Stem, a: PatchAttention, x: Tensor) -> Tensor:
     y = y.reshape(windows, a.heads, patches, a.head_dim).transpose(1, 2).reshape(windows * patches, dim)
     y = parts.linear(a.o, y).reshape(count, count, size, size, dim).permute(0, 2, 1, 3, 4)
     return y.reshape(count * size, count * size, dim)[:side, :side].reshape(side * side, dim).contiguous()
-
-
-def _between(table: Tensor, size: int) -> Tensor:
-    """The vectors of a `table` for each of `size` queries, (size, head_dim, size), keys last."""
-    table = table.reshape(2 * size - 1, -1)
-    return Tensor.stack(*(table[i : i + size].flip(0).transpose() for i in range(size))).contiguous()

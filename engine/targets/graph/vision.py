@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tinygrad import Device, Tensor, TinyJit, dtypes
 
 from engine.description.encoder_input import Grid, as_read, encoder_input, waves
+from engine.description.stem_size import stem_of
 from engine.description.sublayers import Vector, Weight
 from engine.description.vision import (
     Limits,
@@ -35,7 +36,7 @@ from engine.targets.graph.parts import load_matrix
 from engine.targets.graph.picture_parts import Parameters, Parts, limits_of
 from engine.targets.graph.stem import convolved, stem_input, stem_sublayer
 
-_CAPTURED = 3  # sizes whose captured steps are kept
+_CAPTURED = 4  # sizes whose captured steps are kept
 Floats = NDArray[np.float32]
 
 
@@ -65,12 +66,31 @@ class GraphEncoder:
         self._steps: OrderedDict[int, dict[PatchSublayer | Projector | str, Callable[..., Tensor]]] = (
             OrderedDict()
         )
+        self._stems: dict[int, Stem] = {}
 
     def encode(self, rgbs: Sequence[Pixels]) -> Generator[Progress, None, Floats]:
         """See `PictureEncoder`."""
         return part_by_part(rgbs, self._encode)
 
     def _encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
+        spec = self.spec
+        grid = Grid.of(spec, rgb.shape[1], rgb.shape[0])
+        if spec.tiles and grid.is_tiled(spec):
+            side = spec.tiles.side
+            rows, columns = rgb.shape[0] // side, rgb.shape[1] // side
+            tiles = (
+                rgb.reshape(rows, side, columns, side, 3).transpose(0, 2, 1, 3, 4).reshape(-1, side, side, 3)
+            )
+            made = yield from part_by_part(tuple(tiles), self._embeddings)
+            n = side // spec.patch
+            squares = made.reshape(rows, columns, n, n, -1).transpose(0, 2, 1, 3, 4)
+            embeddings = squares.reshape(grid.rows * grid.columns, -1)
+        else:
+            embeddings = yield from self._embeddings(rgb)
+        return as_read(spec, embeddings, grid, self._fixed.__getitem__)
+
+    def _embeddings(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
+        """Those of the tokens of a picture, or of one tile, (tokens, width)."""
         spec = self.spec
         grid = Grid.of(spec, rgb.shape[1], rgb.shape[0])
         of = encoder_input(spec, rgb, self._host.__getitem__)
@@ -84,7 +104,7 @@ class GraphEncoder:
         if of.windows is not None:
             others.append(Tensor(np.pad(of.windows[:, 0], (0, size - n), "edge")).realize())
         if spec.stem:
-            patches = yield from self._after_stem(spec.stem, of.patches, total)
+            patches = yield from self._after_stem(grid.rows, of.patches, total)
             stem = patches.pad(((0, size - patches.shape[0]), (0, 0))).contiguous().realize()
             of_stem, first = [stem], [stem]
         else:
@@ -106,25 +126,34 @@ class GraphEncoder:
                 project = self._captured(size, projector, partial(self._project, projector))
                 others_of = [*(earlier[i] for i in projector.earlier), *of_stem, *of_keys]
                 parts[projector] = project(x, *others_of).numpy()[:tokens]
-        embeddings = np.concatenate([parts[projector] for projector in spec.projectors], axis=1)
-        return as_read(spec, embeddings, grid, self._fixed.__getitem__)
+        return np.concatenate([parts[projector] for projector in spec.projectors], axis=1)
 
-    def _after_stem(self, stem: Stem, patches: Floats, total: int) -> Generator[Progress, None, Tensor]:
-        """What an encoder's stem makes of a picture's patches, those of its summary left out: (tokens, dim)."""
+    def _after_stem(self, rows: int, patches: Floats, total: int) -> Generator[Progress, None, Tensor]:
+        """What the encoder's stem makes of so many rows and columns of patches, those of its summary left out: (tokens,
+        dim)."""
         spec, parts = self.spec, Parts(self._all, self._input)
-        n = (spec.size.most // spec.patch) ** 2
-        begin = self._captured(0, "begin", lambda x: stem_input(parts, stem, x, spec.patch))
-        x = begin(Tensor(np.ascontiguousarray(patches[:n])).realize())
+        stem, size = self._stem_of(rows), -rows
+        begin = self._captured(size, "begin", lambda x: stem_input(parts, stem, x, spec.patch))
+        x = begin(Tensor(np.ascontiguousarray(patches[: rows * rows])).realize())
         for done, sublayer in enumerate(stem.sublayers):
             yield Progress(done, total)
 
             def run(x: Tensor, *own: Tensor, of: PatchSublayer = sublayer) -> Tensor:
                 return stem_sublayer(Parts(self._all.replaced(of, own), self._input), stem, of, x)
 
-            step = self._captured(0, _without_layer(sublayer), run)
+            step = self._captured(size, _without_layer(sublayer), run)
             x = step(x, *self._all.of(sublayer))
-        end = self._captured(0, "end", lambda x: convolved(parts, stem, x))
+        end = self._captured(size, "end", lambda x: convolved(parts, stem, x))
         return end(x)
+
+    def _stem_of(self, rows: int) -> Stem:
+        """The stem for so many rows and columns of the encoder's patches."""
+        if rows not in self._stems:
+            assert self.spec.stem
+            side = rows * self.spec.patch // self.spec.stem.patch
+            self._stems[rows], made = stem_of(self.spec.stem, side, self._host.__getitem__)
+            self._all.vectors.update({vector: Tensor(data).realize() for vector, data in made.items()})
+        return self._stems[rows]
 
     def preparations(self) -> Sequence[Callable[[], None]]:
         """None: steps are compiled when a picture needs them."""
@@ -133,7 +162,7 @@ class GraphEncoder:
     def _captured(
         self, size: int, key: PatchSublayer | Projector | str, run: Callable[..., Tensor]
     ) -> Callable[..., Tensor]:
-        """A step for so many patches; 0 are those of the stem."""
+        """A step for so many patches; below 0 those of the stem for so many rows."""
         steps = self._steps.setdefault(size, {})
         self._steps.move_to_end(size)
         while len(self._steps) > _CAPTURED:
