@@ -28,6 +28,7 @@ from engine.runtime.kept_embeddings import KeptEmbeddings
 from engine.runtime.pictures import PictureEncoder, PictureRoom, picture_ids
 from engine.targets.cpu.vision import CPUEncoder, scratch_bytes
 from engine.targets.cpu.vision import lacks as lacks_on_cpus
+from engine.targets.graph.picture_parts import SCORES
 from engine.targets.graph.vision import GraphEncoder
 
 _LARGE_PIXELS = 16_000_000  # to decode: they take a second or less on most machines
@@ -74,10 +75,11 @@ class EncoderFile:
     @property
     def need_bytes(self) -> int:
         """The memory that the encoder takes, its weights and roughly what it computes the largest picture with."""
+        of_stem = 3 * 4 * SCORES if self.spec.stem else 0  # scores of its patches, and what becomes of them
         if Device.DEFAULT.startswith("CPU"):
-            return self.spec.n_bytes + scratch_bytes(self.spec)
+            return self.spec.n_bytes + scratch_bytes(self.spec) + of_stem
         hidden = max(weight.rows for weight in self.spec.weights())
-        return self.spec.n_bytes + 4 * self.spec.most_patches * (5 * self.spec.dim + 2 * hidden)
+        return self.spec.n_bytes + 4 * self.spec.most_patches * (5 * self.spec.dim + 2 * hidden) + of_stem
 
     def room(self, model: ModelSpec) -> PictureRoom:
         """What the model's runner needs for pictures."""
