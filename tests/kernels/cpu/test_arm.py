@@ -221,12 +221,12 @@ def test_attention(pool: ThreadPool, kind: str, tile: int) -> None:
 def test_delta_nets(pool: ThreadPool, tile: int) -> None:
     net, tokens = DeltaHeads(2, 4, 32, 4, 1e-6, LANES), 1 if tile == 1 else 6
     x, gates = random(tokens * net.channels), random(tokens * 2 * net.gates)
-    of_step = [*([ints(2, tokens)] if tile > 1 else []), ints(*[5, 0] * tokens)]
+    of_step = [*([ints(2, tokens)] if tile > 1 else []), ints(*[1, 0] * tokens)]  # from one slot to the other
     decay = memory.array(-np.arange(LANES), dtypes.float32)
     tables = [random(net.taps * net.channels), decay, random(LANES)]
-    kernel, inputs = convolve(net, tile), random(net.inputs_size)
+    kernel, inputs = convolve(net, tile), random(2 * net.inputs_size)
     assert on_arm(pool, kernel, [x, gates, inputs], [*of_step, *tables]) < 1e-5
-    out, states = memory.zeros(tokens * 128, dtypes.float32), random(net.state_size)
+    out, states = memory.zeros(tokens * 128, dtypes.float32), random(2 * net.state_size)
     assert on_arm(pool, delta_net(net, tile), [out, states], [*of_step, x, gates, random(32)]) < 1e-5
 
 
