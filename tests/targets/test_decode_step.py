@@ -18,7 +18,7 @@ def test_a_product_brings_the_beginning_of_the_next_one_whose_weights_are_known(
     """Not what is too little of a plane."""
     types = (1 << 20, dtypes.uint32), (1 << 18, dtypes.half), (8, dtypes.uint16), (1 << 19, dtypes.uint16)
     planes = [Tensor.empty(n, dtype=dtype) for n, dtype in types]
-    router, experts = product(brings=1), product(brings=1, experts=object())
+    router, experts = product(brings=1), product(brings=1, experts=SimpleNamespace(chooses=False))
     last, silent = product(brings=16, planes=planes), product()
     step = DecodeStep.__new__(DecodeStep)
     step._products = [silent, router, experts, last]
