@@ -46,8 +46,7 @@ def test_a_preset_becomes_options(own):
     engine, sampling, _ = configure("m.gguf", own_settings, preset)
     assert engine == EngineOptions(
         model_path="m.gguf", backend="CUDA", kernels="graph", search_width=3, context_length=512,
-            context_at_most=True,
-        matvec=Matvec(threads_per_row=16), prefix_cache_bytes=None,
+        context_at_most=True, matvec=Matvec(threads_per_row=16), prefix_cache_bytes=None,
     )  # fmt: skip
     assert sampling == Sampling(temperature=0, seed=7)
     longest = loader.parse('title = "x"\ncontext = "max"')
