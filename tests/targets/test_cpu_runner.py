@@ -33,7 +33,7 @@ from tests.thorough import rarely, thorough
 def test_prefill_and_decode_agree_with_float32(name, tmp_path):
     path = written(name, tmp_path)
     tokens = np.random.default_rng(1).integers(0, 256, 40).tolist()
-    wanted = Reference(path).logits(tokens)
+    wanted = Reference(path, CONTEXT).logits(tokens)
     text = LoneSequence(CPURunner(opened(path), CONTEXT, parallel=2))  # as test_assistant.py has it
     text.prefill(tokens[:32], 0)  # tiles, and one that is filled up
     text.prefill(tokens[32:36], 32)
