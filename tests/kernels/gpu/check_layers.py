@@ -19,7 +19,7 @@ from engine.loading.weights import Weights
 from engine.model.memory_need import memory_need
 from engine.runtime.kv_blocks import KVBlocks
 from engine.targets.nvidia import matrices
-from engine.targets.nvidia.kernels.products.schedules import best_schedule
+from engine.targets.nvidia.kernels.products.schedules import Place, best_schedule
 from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule, StackedMatrices
 from engine.targets.nvidia.memory import MEMORY
 from engine.targets.nvidia.runner import NvidiaRunner
@@ -229,7 +229,7 @@ def check_layers_whose_vectors_come_in_digits() -> None:
         keys = {"attention.q_lora_rank": 128}
         hold(architecture="deepseek2", types={"blk.*.attn_q_b": "IQ4_NL"}, keys=keys, **SMALL | {"layers": 1})
 
-        def wide(stack: StackedMatrices) -> Schedule:
+        def wide(stack: StackedMatrices, _: Place) -> Schedule:
             if stack.experts and stack.experts.chooses:
                 return Schedule(2, 32, 2)
             (layout, _), *_ = stack.matrices
@@ -238,7 +238,7 @@ def check_layers_whose_vectors_come_in_digits() -> None:
         with mock.patch.object(matrices, "best_schedule", wide):
             hold(architecture="gpt-oss", types={"blk.*_exps": "IQ4_NL"}, **SMALL | {"dim": 128, "layers": 1})
         launched = {"early_end": True, "brings": int(brings_to_cache())}
-        high = lambda stack: Schedule(2, 32, 2 if stack.rows > 128 else 1, **launched)
+        high = lambda stack, _: Schedule(2, 32, 2 if stack.rows > 128 else 1, **launched)
         with mock.patch.object(matrices, "best_schedule", high):
             hold(
                 architecture="llama",
