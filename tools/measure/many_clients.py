@@ -7,9 +7,8 @@ middle, some vanish at once, some ask for too much. They run in processes of the
 with a key of its own, asks for a single token again and again. Each row is printed when its time is over: what was
 asked, what failed, the time to the first token (ms: median, 99 of 100, longest), memory of the server and of its engine
 with what they started (MB), and of the GPU (MiB: the engine by nvidia-smi, where it tells processes apart; what the
-engine counts itself; all programs). Below it what the engine's memory is made of, and of what there is more than at the
-first row (`engine_witness`). Then a row for each kind of request, and what is left once the server has ended: also if
-the measurement is told to end before (SIGTERM).
+engine counts itself; all programs). Then a row for each kind of request, and what is left once the server has ended:
+also if the measurement is told to end before (SIGTERM).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
@@ -43,7 +42,6 @@ from engine.measure.memory import resident_memory
 from tests.generated_model import PASSAGE
 from tests.paths import ROOT
 from tests.soak.server_attacks import family
-from tools.measure import engine_witness
 
 PROCESSES, LIMIT_S, START_S, END_S = 6, 120.0, 120.0, 20.0
 KEYS = ("of-many", "of-one")
@@ -213,7 +211,6 @@ class Server:
     process: subprocess.Popen[str]
     port: int
     before_mib: int | None
-    witness: Path
     results: list[Result] = field(default_factory=list)
 
     def memory(self) -> tuple[int, int]:
@@ -230,20 +227,12 @@ class Server:
         cells += [f"{of_server >> 20}", f"{of_engine >> 20}", *self.device()]
         return "| " + " | ".join(cells) + " |"
 
-    def inside(self) -> str:
-        """What the engine's memory is made of."""
-        pid, told = engine_witness.engine_of(family(self.process.pid)), engine_witness.told(self.witness)
-        of_maps = ", ".join(f"{name} {mb}" for name, mb in engine_witness.memory_of(pid or 0).items())
-        return f"engine {pid}, MB: {of_maps}; " + (engine_witness.grown(told[0], told[-1]) if told else "-")
-
     def say(self, seconds: float, results: list[Result]) -> None:
         """Prints a row, whatever fails: what was asked is of use without what it took."""
-        lines: list[Callable[[], str]] = [lambda: self.row(seconds, results), self.inside]
-        for line in lines:
-            try:
-                print(line(), flush=True)
-            except Exception as error:
-                print(f"{len(results)} requests in {seconds:.0f} s; no row: {error!r}", flush=True)
+        try:
+            print(self.row(seconds, results), flush=True)
+        except Exception as error:
+            print(f"{len(results)} requests in {seconds:.0f} s; no row: {error!r}", flush=True)
 
     def device(self) -> list[str]:
         """MiB: of the engine by nvidia-smi, of the engine by itself, and of all programs."""
@@ -301,23 +290,10 @@ def used_mib() -> int | None:
 @contextlib.contextmanager
 def serving(args: argparse.Namespace, folder: str) -> Iterator[Server]:
     before = used_mib()
-    options = [
-        "--model",
-        args.model,
-        "--port",
-        "0",
-        "--backend",
-        args.backend,
-        "--context",
-        args.context,
-        "--plain",
-    ]
-    options += ["--parallel", args.parallel, "--queue", args.queue, "--api-key-env", "ORIN_KEY"]
-    witness = Path(folder, "witness")
-    customize = engine_witness.SITECUSTOMIZE.format(path=str(witness), every_s=args.every)
-    Path(folder, "sitecustomize.py").write_text(customize)
-    paths = os.pathsep.join(filter(None, (folder, str(ROOT), os.environ.get("PYTHONPATH"))))
-    variables = os.environ | {"ORIN_KEY": ",".join(KEYS), "PYTHONPATH": paths}
+    options = ["--plain", "--port", "0", "--model", args.model, "--backend", args.backend]
+    options += ["--context", args.context, "--parallel", args.parallel, "--queue", args.queue]
+    options += ["--api-key-env", "ORIN_KEY"]
+    variables = os.environ | {"ORIN_KEY": ",".join(KEYS)}
     with Path(folder, "log").open("w") as log, subprocess.Popen(
         [sys.executable, "-m", "app", "serve", *map(str, options)],
         cwd=ROOT, env=variables, text=True, stdout=log, stderr=subprocess.PIPE,
@@ -332,7 +308,7 @@ def serving(args: argparse.Namespace, folder: str) -> Iterator[Server]:
             else:
                 raise RuntimeError("the server did not start: " + "".join(said))
             os.set_blocking(process.stderr.fileno(), False)
-            server = Server(process, int(address.split(":")[-1].removesuffix("/v1")), before, witness)
+            server = Server(process, int(address.split(":")[-1].removesuffix("/v1")), before)
             until = time.monotonic() + START_S
             while not _healthy(server.port):
                 assert time.monotonic() < until and process.poll() is None, "the model was not loaded"

@@ -14,13 +14,13 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine.formats.quantization import FLOATS, QUANTIZED
 from tools.measure.engine_process import numbers, set_up
-from tools.measure.small_batch_rates import MODELS, Shape
 
 if TYPE_CHECKING:
     from tinygrad import Tensor
@@ -40,19 +40,36 @@ _DRAWN = 1 << 22  # random numbers; more repeat them
 _OTHERS = (  # cols, across, deep
     (4, 2, 1), (4, 4, 1), (4, 1, 2), (4, 2, 2), (4, 4, 2), (4, 1, 4), (4, 2, 4), (2, 4, 2), (2, 2, 4), (2, 4, 4),
 )  # fmt: skip
-_FEW = (
-    (2, 1, 4),
-    (2, 2, 2),
-    (2, 2, 4),
-    (2, 4, 1),
-    (2, 4, 2),
-    (4, 1, 4),
-    (4, 2, 2),
-    (4, 1, 2),
-    (1, 1, 8),
-    (1, 2, 8),
-)
+_FEW = (  # rows, across, parts
+    (2, 1, 4), (2, 2, 2), (2, 2, 4), (2, 4, 1), (2, 4, 2), (4, 1, 4), (4, 2, 2), (4, 1, 2), (1, 1, 8), (1, 2, 8),
+)  # fmt: skip
 _BEST = 8  # of other tiles, those that are printed
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    rows: int
+    cols: int
+
+
+def layer(dim: int, qkv: int, heads: int, ffn: int) -> tuple[Shape, ...]:
+    """The products of a layer."""
+    return (
+        Shape("qkv", qkv, dim),
+        Shape("o", dim, heads),
+        Shape("gate+up", 2 * ffn, dim),
+        Shape("down", dim, ffn),
+    )
+
+
+MODELS = {
+    "llama-1b": layer(2048, 3072, 2048, 8192),
+    "qwen3-0.6b": layer(1024, 4096, 2048, 3072),
+    "qwen3-1.7b": layer(2048, 4096, 2048, 6144),
+    "qwen3-4b": layer(2560, 6144, 4096, 9728),
+    "qwen3-8b": layer(4096, 6144, 4096, 12288),
+}
 
 
 class Matrix:
@@ -86,7 +103,8 @@ class Matrix:
             tile
             for cols, across, deep in _OTHERS
             for n in parts
-            if tokens % (tile := Tiles(min(8, tokens // 16), cols, across, n, deep)).tokens == 0
+            if tokens >= 16
+            and tokens % (tile := Tiles(min(8, tokens // 16), cols, across, n, deep)).tokens == 0
             and tile.shares <= min(8, units_of(self.cols))
         ]
         if tokens <= MAX_TOKENS:
@@ -241,7 +259,7 @@ def run(given: argparse.Namespace) -> None:
         reference: list[float] = []
         for type in types:
             layout = WeightLayout(type)
-            matrices = [Matrix(layout, shape) for shape in MODELS[model] if shape.name != "head"]
+            matrices = [Matrix(layout, shape) for shape in MODELS[model]]
             layers = [Timing([(m, m.tiles(n)) for m in matrices], n) for n in given.tokens]
             compile_all([layer.sequence.linear for layer in layers])
             rates = [layer.tflops() for layer in layers]
