@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 EPSILON = 1e-5
+Keys = Mapping[str, int | float | str | Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,11 @@ class Parts:
     halved: bool = False
     gated: str = ""
     sub_norms: bool = False
-    keys: Mapping[str, int | float | str | Sequence[int]] = field(default_factory=dict)
+    keys: Keys = field(default_factory=dict)
+
+    def but(self, keys: Keys | None = None, **parts: Any) -> Parts:
+        """These parts, with more `keys` and other `parts`."""
+        return replace(self, keys={**self.keys, **(keys or {})}, **parts)
 
 
 YARN = {
@@ -116,10 +122,37 @@ MAMBA = {
     "ssm.time_step_rank": 4,
     "ssm.inner_size": 128,
 }
+SWA = {"attention.sliding_window": 24}
+SIGMOID = {"expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 1.5}
+ONE_SHARED = {"expert_shared_count": 1, "leading_dense_block_count": 1}
+MLA = {
+    "attention.key_length": 80,
+    "attention.value_length": 64,
+    "attention.key_length_mla": 48,
+    "attention.value_length_mla": 32,
+}
 SCAN = {"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.time_step_rank": 32, "ssm.inner_size": 128}
+LAYER_NORMS = Parts(layer_norms="biases")
+BIASED = LAYER_NORMS.but(biases="all")
+UNGATED = BIASED.but(feed_forward="ungated")  # as GPT-2 has it
+GEMMA = Parts(norms="head", norms_after=True)
+COMMAND = Parts(layer_norms="plain", feed_forward="gated beside", keys={"logit_scale": 0.25})
+MIXTURE = Parts(experts=8, keys=EXPERTS)
+SHARED = MIXTURE.but(shared=True, ungated="elements")
+CHOSEN = SHARED.but(SIGMOID, choice_bias=True)
+GRANITE = Parts(keys=MULTIPLIERS)
+MAMBAS = Parts(mamba=True, keys=MAMBA)
+NEMOTRON_H = MAMBAS.but({"attention.layer_norm_epsilon": EPSILON}, lone="ME*", feed_forward="ungated")
+DELTAS = Parts(norms="head", renamed=True, delta=True, keys=DELTA)
+SHARED_DELTAS = DELTAS.but(EXPERTS | {"expert_shared_feed_forward_length": 96}, experts=8, shared=True)
+KEYED = CHOSEN.but(
+    LATENT | MLA | {"expert_weights_scale": 2.5, "ssm.conv_kernel": 4, "kda.head_dim": 32},
+    latent="apart",
+    keyed=True,
+)
 ARCHITECTURES: dict[str, Parts] = {
     "mamba": Parts(scan=True, lone="M", keys=SCAN | {"ssm.dt_b_c_rms": True, "attention.head_count_kv": 0}),
-    "mamba2": Parts(mamba=True, lone="M", keys=MAMBA | {"attention.head_count_kv": 0}),
+    "mamba2": MAMBAS.but({"attention.head_count_kv": 0}, lone="M"),
     "jamba": Parts(
         scan=True, experts=4, every_expert=2, keys=SCAN | {"expert_count": 4, "expert_used_count": 2}
     ),
@@ -131,9 +164,9 @@ ARCHITECTURES: dict[str, Parts] = {
         shared=True,
         ungated="elements",
         every_expert=2,
-        keys={"attention.sliding_window": 24, "attention.temperature_length": 32}
-        | {"expert_count": 4, "expert_used_count": 1, "expert_feed_forward_length": 64}
-        | {"interleave_moe_layer_step": 2, "expert_weights_scale": 1.0},
+        keys=SWA
+        | {"attention.temperature_length": 32, "interleave_moe_layer_step": 2, "expert_weights_scale": 1.0}
+        | {"expert_count": 4, "expert_used_count": 1, "expert_feed_forward_length": 64},
     ),
     "qwen2": Parts(biases="qkv"),
     "qwen3": Parts(norms="head", thinks=True),
@@ -143,72 +176,36 @@ ARCHITECTURES: dict[str, Parts] = {
     "phi3": Parts(  # with the factors of contexts of more than 64 tokens and of the others
         fused=True, keys={"rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.2}
     ),
-    "gemma3": Parts(norms="head", norms_after=True, keys=WINDOW),
-    "gemma4": Parts(
-        norms="head",
-        norms_after=True,
-        layers=True,
-        scaled=True,
-        keys=GEMMA4 | {"embedding_length_per_layer_input": 32},
-    ),
-    "gemma4-moe": Parts(
+    "gemma3": GEMMA.but(WINDOW),
+    "gemma4": GEMMA.but(GEMMA4 | {"embedding_length_per_layer_input": 32}, layers=True, scaled=True),
+    "gemma4-moe": GEMMA.but(
+        GEMMA4 | EXPERTS | {"attention.head_count_kv": [2, 1] * 4},
         architecture="gemma4",
-        norms="head",
-        norms_after=True,
         experts=8,
         beside=True,
         scaled=True,
-        keys=GEMMA4 | EXPERTS | {"attention.head_count_kv": [2, 1] * 4},
     ),
-    "gemma3n": Parts(
-        norms="head",
-        norms_after=True,
+    "gemma3n": GEMMA.but(
+        {key: value for key, value in GEMMA4.items() if not key.endswith(("length_swa", "count_swa"))}
+        | {"embedding_length_per_layer_input": 32}
+        | {"activation_sparsity_scale": [1.2, 0.3] + [float("-inf")] * 62},
         layers=True,
         streams=True,
-        keys={key: value for key, value in GEMMA4.items() if not key.endswith(("length_swa", "count_swa"))}
-        | {
-            "embedding_length_per_layer_input": 32,
-            "activation_sparsity_scale": [1.2, 0.3] + [float("-inf")] * 62,
-        },
     ),
-    "granite": Parts(keys=MULTIPLIERS),
-    "granitemoe": Parts(experts=8, keys=MULTIPLIERS | {"expert_count": 8, "expert_used_count": 2}),
+    "granite": GRANITE,
+    "granitemoe": GRANITE.but({"expert_count": 8, "expert_used_count": 2}, experts=8),
     "minicpm": Parts(keys={"embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 4.0}),
     "gemma": Parts(),
     "gemma2": Parts(
-        norms_after=True,
-        keys={
-            "attention.sliding_window": 24,
-            "attn_logit_softcapping": 1.5,
-            "final_logit_softcapping": 10.0,
-        },
+        norms_after=True, keys=SWA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 10.0}
     ),
-    "command-r": Parts(layer_norms="plain", feed_forward="gated beside", keys={"logit_scale": 0.25}),
-    "cohere2": Parts(
-        layer_norms="plain",
-        feed_forward="gated beside",
-        keys={"logit_scale": 0.25, "attention.sliding_window": 24},
+    "command-r": COMMAND,
+    "cohere2": COMMAND.but(SWA),
+    "cohere2moe": COMMAND.but(
+        EXPERTS | ONE_SHARED | SWA | {"expert_weights_norm": True}, experts=8, shared=True, ungated="elements"
     ),
-    "cohere2moe": Parts(
-        layer_norms="plain",
-        feed_forward="gated beside",
-        experts=8,
-        shared=True,
-        ungated="elements",
-        keys=EXPERTS
-        | {"expert_shared_count": 1, "leading_dense_block_count": 1, "expert_weights_norm": True}
-        | {"logit_scale": 0.25, "attention.sliding_window": 24},
-    ),
-    "command-r-plus": Parts(
-        architecture="command-r",
-        norms="heads",
-        layer_norms="plain",
-        feed_forward="gated beside",
-        keys={"logit_scale": 0.25},
-    ),
-    "stablelm-12b": Parts(
-        architecture="stablelm", norms="heads", layer_norms="biases", feed_forward="gated beside"
-    ),
+    "command-r-plus": COMMAND.but(architecture="command-r", norms="heads"),
+    "stablelm-12b": LAYER_NORMS.but(architecture="stablelm", norms="heads", feed_forward="gated beside"),
     "baichuan": Parts(keys={"attention.max_alibi_bias": 8.0}),
     "refact": Parts(),
     "apertus": Parts(
@@ -217,67 +214,42 @@ ARCHITECTURES: dict[str, Parts] = {
         keys={"xielu.alpha_n": [0.5, 0.8] * 8, "xielu.alpha_p": [0.7, 1.1] * 8}
         | {"xielu.beta": [0.5, 0.4] * 8, "xielu.eps": [-1e-6] * 16},
     ),
-    "codeshell": Parts(layer_norms="biases", biases="all", fused=True, feed_forward="ungated"),
+    "codeshell": UNGATED.but(fused=True),
     "deci": Parts(partial="LFA"),
     "olmo": Parts(layer_norms="none", keys={"attention.clamp_kqv": 1.0}),
     "qwen": Parts(biases="qkv", fused=True, halved=True),
-    "granite_swa": Parts(
+    "granite_swa": GRANITE.but(
+        SWA
+        | {
+            "attention.sliding_window_pattern": [True, False] * 32,
+            "attention.rope_pattern": [1, 1, 0, 1] * 16,
+        },
         sinks=True,
-        keys=MULTIPLIERS
-        | {"attention.sliding_window": 24, "attention.sliding_window_pattern": [True, False] * 32}
-        | {"attention.rope_pattern": [1, 1, 0, 1] * 16},
     ),
-    "mellum": Parts(norms="head", experts=8, keys=EXPERTS | {"attention.sliding_window": 24}),
-    "phimoe": Parts(
+    "mellum": MIXTURE.but(SWA, norms="head"),
+    "phimoe": MIXTURE.but(
+        {"feed_forward_length": 64, "attention.layer_norm_rms_epsilon": EPSILON},
         layer_norms="biases",
         biases="qkvo",
-        experts=8,
-        keys=EXPERTS | {"feed_forward_length": 64, "attention.layer_norm_rms_epsilon": EPSILON},
     ),
-    "afmoe": Parts(
-        norms="head",
-        norms_after=True,
+    "afmoe": CHOSEN.but(ONE_SHARED | SWA, norms="head", norms_after=True, gated="elements"),
+    "jais": BIASED.but({"attention.max_alibi_bias": 8.0}, fused=True, feed_forward="gated biases"),
+    "jais2": UNGATED,
+    "muse-glimmer": GEMMA.but(
+        SWA | {"logit_scale": 0.25, "final_logit_softcapping": 10.0, "rope.freq_base_swa": 500.0},
         gated="elements",
-        experts=8,
-        shared=True,
-        ungated="elements",
-        choice_bias=True,
-        keys=EXPERTS
-        | {"expert_shared_count": 1, "leading_dense_block_count": 1, "expert_gating_func": 2}
-        | {"expert_weights_scale": 1.5, "expert_weights_norm": True, "attention.sliding_window": 24},
     ),
-    "jais": Parts(
-        layer_norms="biases",
-        biases="all",
-        fused=True,
-        feed_forward="gated biases",
-        keys={"attention.max_alibi_bias": 8.0},
-    ),
-    "jais2": Parts(layer_norms="biases", biases="all", feed_forward="ungated"),
-    "muse-glimmer": Parts(
-        norms="head",
-        norms_after=True,
-        gated="elements",
-        keys={"logit_scale": 0.25, "final_logit_softcapping": 10.0, "attention.sliding_window": 24}
-        | {"rope.freq_base_swa": 500.0},
-    ),
-    "laguna": Parts(
-        norms="head",
-        gated="heads",
-        experts=8,
-        shared=True,
-        ungated="elements",
-        choice_bias=True,
-        keys=EXPERTS
-        | {"expert_shared_count": 1, "leading_dense_block_count": 1, "expert_gating_func": 2}
-        | {"expert_weights_scale": 1.5, "expert_weights_norm": True, "attention.sliding_window": 24}
+    "laguna": CHOSEN.but(
+        ONE_SHARED
+        | SWA
         | {"rope.freq_base_swa": 500.0, "rope.dimension_count_swa": 16}
         | {key: value for key, value in YARN.items() if "beta" not in key},
+        norms="head",
+        gated="heads",
     ),
     "spark2_5": Parts(
         gated="heads",
-        keys={"attention.sliding_window": 24, "attention.sliding_window_pattern": [True, False] * 32}
-        | {"rope.freq_base_swa": 500.0},
+        keys=SWA | {"attention.sliding_window_pattern": [True, False] * 32, "rope.freq_base_swa": 500.0},
     ),
     "mpt": Parts(
         layer_norms="plain",
@@ -285,20 +257,12 @@ ARCHITECTURES: dict[str, Parts] = {
         feed_forward="ungated",
         keys={"attention.clamp_kqv": 1.0, "attention.max_alibi_bias": 8.0},
     ),
-    "bloom": Parts(
-        layer_norms="biases", biases="all", fused=True, feed_forward="ungated", embedding_norm=True
-    ),
-    "jina-bert-v2": Parts(layer_norms="biases", biases="all", normed_after=True, keys=BOTH_WAYS),
-    "stablelm": Parts(layer_norms="biases", biases="qkv"),
-    "starcoder2": Parts(layer_norms="biases", biases="all", feed_forward="ungated"),
-    "phi2": Parts(layer_norms="biases", biases="all", fused=True, feed_forward="ungated beside"),
-    "gptneox": Parts(
-        layer_norms="biases",
-        biases="all",
-        fused=True,
-        feed_forward="ungated",
-        keys={"use_parallel_residual": True},
-    ),
+    "bloom": UNGATED.but(fused=True, embedding_norm=True),
+    "jina-bert-v2": BIASED.but(BOTH_WAYS, normed_after=True),
+    "stablelm": LAYER_NORMS.but(biases="qkv"),
+    "starcoder2": UNGATED,
+    "phi2": BIASED.but(fused=True, feed_forward="ungated beside"),
+    "gptneox": UNGATED.but({"use_parallel_residual": True}, fused=True),
     "eurobert": Parts(keys=BOTH_WAYS),
     "llama-embed": Parts(keys=BOTH_WAYS),
     "modern-bert": Parts(
@@ -311,86 +275,52 @@ ARCHITECTURES: dict[str, Parts] = {
     "maincoder": Parts(norms="head"),
     "pangu-embedded": Parts(biases="all"),
     "xverse": Parts(),
-    "gpt2": Parts(layer_norms="biases", biases="all", fused=True, feed_forward="ungated", positions=True),
-    "starcoder": Parts(
-        layer_norms="biases", biases="all", fused=True, feed_forward="ungated", positions=True
-    ),
+    "gpt2": UNGATED.but(fused=True, positions=True),
+    "starcoder": UNGATED.but(fused=True, positions=True),
     "neo-bert": Parts(fused=True, keys=BOTH_WAYS),
-    "bert": Parts(
-        layer_norms="biases",
-        biases="all",
-        feed_forward="ungated",
-        positions=True,
-        normed_after=True,
-        keys=BOTH_WAYS,
-    ),
-    "nomic-bert": Parts(layer_norms="biases", fused=True, normed_after=True, keys=BOTH_WAYS),
-    "nomic-bert-moe": Parts(
-        layer_norms="biases",
-        biases="all",
+    "bert": UNGATED.but(BOTH_WAYS, positions=True, normed_after=True),
+    "nomic-bert": LAYER_NORMS.but(BOTH_WAYS, fused=True, normed_after=True),
+    "nomic-bert-moe": UNGATED.but(
+        BOTH_WAYS | {"expert_count": 4, "expert_used_count": 2, "moe_every_n_layers": 2},
         fused=True,
-        feed_forward="ungated",
         normed_after=True,
         experts=4,
-        keys=BOTH_WAYS | {"expert_count": 4, "expert_used_count": 2, "moe_every_n_layers": 2},
     ),
-    "gemma-embedding": Parts(
-        norms="head",
-        norms_after=True,
-        keys=BOTH_WAYS | WINDOW | {"attention.sliding_window": 32},
-    ),
-    "falcon": Parts(layer_norms="biases", fused=True, feed_forward="ungated beside"),
-    "nemotron": Parts(layer_norms="biases", feed_forward="ungated"),
-    "orion": Parts(layer_norms="biases"),
-    "falcon-h1": Parts(mamba=True, mamba_beside=True, keys=MAMBA),
-    "nemotron_h": Parts(
-        mamba=True, lone="ME*", feed_forward="ungated", keys=MAMBA | {"attention.layer_norm_epsilon": EPSILON}
-    ),
-    "nemotron_h_moe": Parts(
-        mamba=True,
-        lone="ME*",
-        feed_forward="ungated",
+    "gemma-embedding": GEMMA.but(BOTH_WAYS | WINDOW | {"attention.sliding_window": 32}),
+    "falcon": LAYER_NORMS.but(fused=True, feed_forward="ungated beside"),
+    "nemotron": LAYER_NORMS.but(feed_forward="ungated"),
+    "orion": LAYER_NORMS,
+    "falcon-h1": MAMBAS.but(mamba_beside=True),
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h_moe": NEMOTRON_H.but(
+        EXPERTS | SIGMOID | {"expert_shared_feed_forward_length": 96, "expert_shared_count": 1},
         experts=8,
         shared=True,
         ungated="elements",
         choice_bias=True,
-        keys=MAMBA
-        | EXPERTS
-        | {"attention.layer_norm_epsilon": EPSILON}
-        | {"expert_shared_feed_forward_length": 96, "expert_shared_count": 1}
-        | {"expert_weights_norm": True, "expert_weights_scale": 1.5, "expert_gating_func": 2},
     ),
-    "granitehybrid": Parts(
-        mamba=True,
-        experts=8,
-        shared=True,
-        ungated="elements",
-        keys=MAMBA
-        | MULTIPLIERS
+    "granitehybrid": MAMBAS.but(
+        MULTIPLIERS
         | {"rope.scaling.finetuned": False}
         | {"expert_count": 8, "expert_used_count": 2, "expert_shared_feed_forward_length": 96},
+        experts=8,
+        shared=True,
+        ungated="elements",
     ),
     "lfm2": Parts(norms="head", conv=True, keys={"shortconv.l_cache": 3}),
-    "lfm2moe": Parts(
+    "lfm2moe": MIXTURE.but(
+        {"shortconv.l_cache": 3, "leading_dense_block_count": 1, "expert_gating_func": 2},
         norms="head",
         conv=True,
-        experts=8,
         choice_bias=True,
-        keys=EXPERTS | {"shortconv.l_cache": 3, "leading_dense_block_count": 1, "expert_gating_func": 2},
     ),
     "hunyuan-dense": Parts(norms="head"),
     "hunyuan_vl": Parts(
         norms="head", keys={"rope.dimension_sections": [2, 2, 2, 2], "rope.scaling.alpha": 1.5}
     ),
-    "smallthinker": Parts(
-        experts=8, keys=EXPERTS | {"attention.sliding_window": 4096, "expert_gating_func": 2}
-    ),
-    "hunyuan-moe": Parts(
-        norms="head",
-        experts=8,
-        shared=True,
-        ungated="elements",
-        keys=EXPERTS | {"feed_forward_length": 64, "expert_shared_feed_forward_length": 96},
+    "smallthinker": MIXTURE.but({"attention.sliding_window": 4096, "expert_gating_func": 2}),
+    "hunyuan-moe": SHARED.but(
+        {"feed_forward_length": 64, "expert_shared_feed_forward_length": 96}, norms="head"
     ),
     "glm4": Parts(fused=True, norms_after=True),
     "chatglm": Parts(fused=True, biases="qkv"),
@@ -401,96 +331,46 @@ ARCHITECTURES: dict[str, Parts] = {
     "seed_oss": Parts(biases="qkv", renamed=True),
     "qwen2vl": Parts(biases="qkv", keys={"rope.dimension_sections": [2, 3, 3, 0]}),
     "qwen3vl": Parts(norms="head", keys={"rope.dimension_sections": [3, 3, 2, 0]}),
-    "qwen3vlmoe": Parts(norms="head", experts=8, keys=EXPERTS | {"rope.dimension_sections": [3, 3, 2, 0]}),
-    "qwen2moe": Parts(
-        biases="qkv", experts=8, shared=True, keys=EXPERTS | {"expert_shared_feed_forward_length": 96}
-    ),
-    "glm4moe": Parts(
+    "qwen3vlmoe": MIXTURE.but({"rope.dimension_sections": [3, 3, 2, 0]}, norms="head"),
+    "qwen2moe": MIXTURE.but({"expert_shared_feed_forward_length": 96}, biases="qkv", shared=True),
+    "glm4moe": SHARED.but(
+        ONE_SHARED | {"expert_weights_scale": 1.5, "expert_weights_norm": True},
         biases="qkv",
         renamed=True,
-        experts=8,
-        shared=True,
-        ungated="elements",
         choice_bias=True,
-        keys=EXPERTS
-        | {"expert_shared_count": 1, "leading_dense_block_count": 1}
-        | {"expert_weights_scale": 1.5, "expert_weights_norm": True},
     ),
-    "ernie4_5-moe": Parts(
-        experts=8,
-        shared=True,
-        ungated="elements",
-        choice_bias=True,
-        keys=EXPERTS
-        | {"expert_shared_feed_forward_length": 96, "leading_dense_block_count": 1}
+    "ernie4_5-moe": SHARED.but(
+        {"expert_shared_feed_forward_length": 96, "leading_dense_block_count": 1}
         | {"interleave_moe_layer_step": 1},
+        choice_bias=True,
     ),
-    "dots1": Parts(
-        norms="head",
-        experts=8,
-        shared=True,
-        ungated="elements",
-        keys=EXPERTS
-        | {"expert_shared_count": 2, "leading_dense_block_count": 1, "expert_gating_func": 2}
+    "dots1": SHARED.but(
+        SIGMOID
+        | {"expert_shared_count": 2, "leading_dense_block_count": 1}
         | {"expert_weights_scale": 0.6, "expert_weights_norm": False},
-    ),
-    "bailingmoe2": Parts(
-        fused=True,
         norms="head",
-        experts=8,
-        shared=True,
-        ungated="elements",
-        choice_bias=True,
-        keys=EXPERTS
-        | {"expert_shared_count": 1, "leading_dense_block_count": 1, "expert_gating_func": 2}
-        | {"expert_weights_scale": 1.5, "expert_weights_norm": True}
-        | {"expert_group_count": 4, "expert_group_used_count": 2},
     ),
-    "exaone-moe": Parts(
+    "bailingmoe2": CHOSEN.but(
+        ONE_SHARED | {"expert_group_count": 4, "expert_group_used_count": 2}, fused=True, norms="head"
+    ),
+    "exaone-moe": CHOSEN.but(ONE_SHARED | SWA, norms="head"),
+    "minimax-m2": MIXTURE.but(
+        {"expert_gating_func": 2, "feed_forward_length": 64}, norms="all", choice_bias=True
+    ),
+    "hy_v3": CHOSEN.but(
+        {"expert_shared_feed_forward_length": 96, "leading_dense_block_count": 1}, norms="head"
+    ),
+    "maple": MIXTURE.but(
+        SWA | {"attention.sliding_window_pattern": [True, False] * 32, "swiglu_clamp_exp": [0.5] * 64},
         norms="head",
-        experts=8,
-        shared=True,
-        ungated="elements",
-        choice_bias=True,
-        keys=EXPERTS
-        | {"expert_shared_count": 1, "leading_dense_block_count": 1, "expert_gating_func": 2}
-        | {"expert_weights_scale": 1.5, "expert_weights_norm": True, "attention.sliding_window": 24},
     ),
-    "minimax-m2": Parts(
-        norms="all",
-        experts=8,
-        choice_bias=True,
-        keys=EXPERTS | {"expert_gating_func": 2, "feed_forward_length": 64},
-    ),
-    "hy_v3": Parts(
-        norms="head",
-        experts=8,
-        shared=True,
-        ungated="elements",
-        choice_bias=True,
-        keys=EXPERTS
-        | {"expert_shared_feed_forward_length": 96, "leading_dense_block_count": 1, "expert_gating_func": 2}
-        | {"expert_weights_scale": 1.5, "expert_weights_norm": True},
-    ),
-    "maple": Parts(
-        norms="head",
-        experts=8,
-        keys=EXPERTS
-        | {"attention.sliding_window": 24, "attention.sliding_window_pattern": [True, False] * 32}
-        | {"swiglu_clamp_exp": [0.5] * 64},
-    ),
-    "step35": Parts(
+    "step35": CHOSEN.but(
+        SWA
+        | {"expert_shared_feed_forward_length": 96, "leading_dense_block_count": 1}
+        | {"rope.freq_base_swa": 500.0, "attention.sliding_window_pattern": [False, True] * 32}
+        | {"swiglu_clamp_exp": [0.0, 0.5] * 32, "swiglu_clamp_shexp": [0.0, 0.3] * 32},
         norms="head",
         gated="heads",
-        experts=8,
-        shared=True,
-        ungated="elements",
-        choice_bias=True,
-        keys=EXPERTS
-        | {"expert_shared_feed_forward_length": 96, "leading_dense_block_count": 1, "expert_gating_func": 2}
-        | {"expert_weights_scale": 1.5, "expert_weights_norm": True, "rope.freq_base_swa": 500.0}
-        | {"attention.sliding_window": 24, "attention.sliding_window_pattern": [False, True] * 32}
-        | {"swiglu_clamp_exp": [0.0, 0.5] * 32, "swiglu_clamp_shexp": [0.0, 0.3] * 32},
     ),
     "nanbeige": Parts(keys={"num_loops": 2}),
     "openelm": Parts(norms="head"),
@@ -501,43 +381,14 @@ ARCHITECTURES: dict[str, Parts] = {
         keys={"attention.kv_lora_rank": 64, "rope.dimension_count": 16}
         | {"attention.key_length": 48, "attention.value_length": 32},
     ),
-    "kimi-linear": Parts(
-        latent="apart",
-        keyed=True,
-        experts=8,
-        shared=True,
-        ungated="elements",
-        choice_bias=True,
-        keys=EXPERTS
-        | LATENT
-        | {"attention.key_length": 80, "attention.value_length": 64, "ssm.conv_kernel": 4, "kda.head_dim": 32}
-        | {"attention.key_length_mla": 48, "attention.value_length_mla": 32, "expert_gating_func": 2}
-        | {"expert_weights_scale": 2.5, "expert_weights_norm": True},
-    ),
-    "bailingmoe3": Parts(
-        latent="apart",
-        keyed=True,
-        gated="heads",
-        experts=8,
-        shared=True,
-        ungated="elements",
-        choice_bias=True,
-        keys=EXPERTS
-        | LATENT
-        | {"attention.key_length": 80, "attention.value_length": 64, "ssm.conv_kernel": 4, "kda.head_dim": 32}
-        | {"attention.key_length_mla": 48, "attention.value_length_mla": 32, "attention.q_lora_rank": 96}
-        | {"expert_gating_func": 2, "expert_weights_scale": 2.5, "expert_weights_norm": True}
-        | {"kda.gate_lower_bound": -5.0},
-    ),
+    "kimi-linear": KEYED,
+    "bailingmoe3": KEYED.but({"attention.q_lora_rank": 96, "kda.gate_lower_bound": -5.0}, gated="heads"),
     "minicpm3": Parts(
         latent="together",
         keys=LATENT | {"attention.key_length": 48, "attention.value_length": 32, "attention.q_lora_rank": 96},
     ),
-    "bailingmoe": Parts(
-        experts=8,
-        shared=True,
-        ungated="elements",
-        keys=EXPERTS | {"expert_shared_count": 1, "expert_weights_scale": 1.5, "expert_weights_norm": True},
+    "bailingmoe": SHARED.but(
+        {"expert_shared_count": 1, "expert_weights_scale": 1.5, "expert_weights_norm": True}
     ),
     "dbrx": Parts(
         layer_norms="plain",
@@ -545,88 +396,41 @@ ARCHITECTURES: dict[str, Parts] = {
         experts=8,
         keys={"expert_count": 8, "expert_used_count": 3, "attention.clamp_kqv": 1.0},
     ),
-    "deepseek2-ocr": Parts(
-        experts=8,
-        shared=True,
-        ungated="elements",
-        keys=EXPERTS | {"expert_shared_count": 2, "leading_dense_block_count": 1},
+    "deepseek2-ocr": SHARED.but({"expert_shared_count": 2, "leading_dense_block_count": 1}),
+    "deepseek": SHARED.but(
+        {"expert_shared_count": 2, "leading_dense_block_count": 1, "expert_weights_scale": 1.5}
     ),
-    "deepseek": Parts(
-        experts=8,
-        shared=True,
-        ungated="elements",
-        keys=EXPERTS
-        | {"expert_shared_count": 2, "leading_dense_block_count": 1, "expert_weights_scale": 1.5},
-    ),
-    "deepseek2": Parts(
-        latent="apart",
-        experts=8,
-        shared=True,
-        ungated="elements",
-        choice_bias=True,
-        keys=EXPERTS
-        | LATENT
+    "deepseek2": CHOSEN.but(
+        LATENT
         | YARN
-        | {"attention.head_count_kv": 1, "attention.key_length": 80, "attention.value_length": 64}
-        | {"attention.key_length_mla": 48, "attention.value_length_mla": 32, "attention.q_lora_rank": 96}
-        | {"rope.scaling.yarn_log_multiplier": 0.1, "expert_weights_scale": 2.5, "expert_weights_norm": True}
-        | {"expert_gating_func": 2, "expert_group_count": 4, "expert_group_used_count": 2},
-    ),
-    "mistral4": Parts(
+        | MLA
+        | {"attention.head_count_kv": 1, "attention.q_lora_rank": 96}
+        | {"rope.scaling.yarn_log_multiplier": 0.1, "expert_weights_scale": 2.5}
+        | {"expert_group_count": 4, "expert_group_used_count": 2},
         latent="apart",
-        experts=8,
-        shared=True,
-        ungated="elements",
-        keys=EXPERTS
-        | LATENT
-        | {"attention.head_count_kv": 1, "attention.key_length": 80, "attention.value_length": 64}
-        | {"attention.key_length_mla": 48, "attention.value_length_mla": 32, "attention.q_lora_rank": 96}
+    ),
+    "mistral4": SHARED.but(
+        LATENT
+        | MLA
+        | {"attention.head_count_kv": 1, "attention.q_lora_rank": 96}
         | {"attention.temperature_scale": 0.3, "attention.temperature_length": 32}
         | {"expert_weights_scale": 1.0, "expert_weights_norm": True, "expert_gating_func": 1},
+        latent="apart",
     ),
-    "deepseek2-lite": Parts(
+    "deepseek2-lite": SHARED.but(
+        LATENT
+        | YARN
+        | {"attention.key_length": 48, "attention.value_length": 32}
+        | {"rope.scaling.yarn_log_multiplier": 0.0707},
         architecture="deepseek2",
         latent="together",
-        experts=8,
-        shared=True,
-        ungated="elements",
-        keys=EXPERTS
-        | LATENT
-        | YARN
-        | {
-            "attention.key_length": 48,
-            "attention.value_length": 32,
-            "rope.scaling.yarn_log_multiplier": 0.0707,
-        },
     ),
     "smollm3": Parts(),
     "olmo2": Parts(norms="all", norms_before=False, norms_after=True),
     "olmoe": Parts(norms="all", experts=8, keys={"expert_count": 8, "expert_used_count": 2}),
-    "qwen3moe": Parts(norms="head", experts=8, keys=EXPERTS),
-    "gpt-oss": Parts(
-        biases="all",
-        experts=8,
-        sinks=True,
-        renamed=True,
-        keys=EXPERTS | YARN | {"attention.sliding_window": 24},
-    ),
-    "qwen3next": Parts(
-        norms="head",
-        renamed=True,
-        delta=True,
-        fused_delta=True,
-        experts=8,
-        shared=True,
-        keys=DELTA | EXPERTS | {"expert_shared_feed_forward_length": 96},
-    ),
-    "qwen35": Parts(norms="head", renamed=True, delta=True, thinks=True, keys=DELTA),
-    "qwen35moe": Parts(
-        norms="head",
-        renamed=True,
-        delta=True,
-        experts=8,
-        shared=True,
-        thinks=True,
-        keys=DELTA | EXPERTS | {"expert_shared_feed_forward_length": 96},
-    ),
+    "qwen3moe": MIXTURE.but(norms="head"),
+    "gpt-oss": MIXTURE.but(YARN | SWA, biases="all", sinks=True, renamed=True),
+    "qwen3next": SHARED_DELTAS.but(fused_delta=True),
+    "qwen35": DELTAS.but(thinks=True),
+    "qwen35moe": SHARED_DELTAS.but(thinks=True),
 }

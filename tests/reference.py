@@ -1,8 +1,8 @@
 """A float32 pass over a model's description in numpy, to hold the engine against: each sublayer of every architecture.
 
 The description comes from `engine.description.architectures`. All else is its own: the gguf package reads and
-dequantizes the weights, rows keep the order of the file, so that a wrong order of the engine shows, and the loops are
-written as the papers say. `tests/model/test_llama_cpp.py` holds it against llama.cpp.
+dequantizes the weights (`reference_weights`), and the loops are written as the papers say. Sublayers with a state are
+in `reference_recurrent`. `tests/model/test_llama_cpp.py` holds all of it against llama.cpp.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import collections
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import gguf
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -35,8 +33,8 @@ from engine.description.sublayers import (
     Weight,
 )
 from engine.formats.gguf import GGUF
-
-Floats = NDArray[np.float32]
+from tests.reference_recurrent import RecurrentReference
+from tests.reference_weights import Floats, sigmoid
 
 NEIGHBOURS = {
     "llama", "llama4", "mistral3", "granite", "granitemoe", "smollm3", "chatglm", "ernie4_5", "ernie4_5-moe", "glm4",
@@ -48,14 +46,7 @@ NEIGHBOURS = {
 of what is rotated."""
 
 
-def read_gguf(path: Path) -> gguf.GGUFReader:
-    """The gguf package's reader, of bytes that are in memory: of a memory map, it takes twice as long over each of a
-    vocabulary's strings."""
-    with mock.patch.object(np, "memmap", lambda path, mode: np.fromfile(path, np.uint8)):
-        return gguf.GGUFReader(path)
-
-
-class Reference:
+class Reference(RecurrentReference):
     """The model of a GGUF file, in a session that was opened with `context` tokens: phi3's rotary embedding depends on
     it. 0 is a short one."""
 
@@ -64,12 +55,8 @@ class Reference:
 
     def __init__(self, path: Path, context: int = 0) -> None:
         with GGUF(path) as file:
-            self.spec = self._read(file)
+            super().__init__(path, self._read(file))
         self.context = context
-        self._tensors = {
-            t.name: np.asarray(gguf.dequantize(t.data, t.tensor_type), np.float32).reshape(t.shape[::-1])
-            for t in read_gguf(path).tensors
-        }
 
     def _read(self, file: GGUF) -> ModelSpec:
         return read_spec(file)
@@ -162,16 +149,8 @@ class Reference:
                     y = self._attend_latent(part, h)
                 case Attention() as part:
                     y = self._attend(part, h, caches)
-                case DeltaNet() as part:
-                    y = self._delta(part, h)
-                case KeyedDeltaNet() as part:
-                    y = self._keyed_delta(part, h)
-                case Mamba() as part:
-                    y = self._mamba(part, h)
-                case SelectiveScan() as part:
-                    y = self._scan(part, h)
-                case ShortConv() as part:
-                    y = self._short_conv(part, h)
+                case DeltaNet() | KeyedDeltaNet() | Mamba() | SelectiveScan() | ShortConv() as part:
+                    y = self._recurrent(part, h)
                 case Dense() as part:
                     y = self._dense(part, h)
                 case Experts() as part:
@@ -250,41 +229,6 @@ class Reference:
             return log_softmax(logits).astype(np.float32)
         return np.stack([self._ranked(part, scores) for scores in self._scores(part, logits)])
 
-    # --- weights, as they lie in the file ----------------------------------------------------------------
-
-    def _matrix(self, weight: Weight) -> Floats:
-        width = weight.rows if weight.transposed else weight.of_cols or weight.cols
-        rows = self._tensors[weight.tensor].reshape(-1, width)[weight.first :]
-        if weight.transposed:
-            of_heads = self._tensors[weight.tensor].reshape(weight.experts, weight.every, -1)
-            return of_heads[:, weight.first :][:, : weight.cols].transpose(0, 2, 1)
-        rows = rows[:, weight.first_col : weight.first_col + weight.cols]
-        if weight.every:
-            rows = np.concatenate([rows[i : i + weight.run] for i in range(0, len(rows), weight.every)])
-        rows = rows[: weight.experts * weight.rows]
-        if weight.blank:
-            rows = np.zeros_like(rows)
-        if weight.scale:
-            rows = rows * np.repeat(self._tensors[weight.scale], weight.rows)[:, None]
-        return rows
-
-    def _vector(self, vector: Vector) -> Floats:
-        if not vector.tensor:
-            return np.full(vector.size, vector.factor, np.float32)
-        values = self._tensors[vector.tensor].reshape(-1)[vector.first : vector.first + vector.size]
-        return values * np.float32(vector.factor)
-
-    def _product(self, x: Floats, weight: Weight, bias: Vector | None = None) -> Floats:
-        y = x @ self._matrix(weight).T
-        return y if bias is None else y + self._vector(bias)
-
-    def _normed(self, x: Floats, norm: Vector | None, eps: float, bias: Vector | None = None) -> Floats:
-        """RMS norm over the last axis; x itself if there is none."""
-        if norm is None:
-            return x
-        y = x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(eps)) * self._vector(norm)
-        return y if bias is None else y + self._vector(bias)
-
     # --- sublayers ---------------------------------------------------------------------------------------
 
     def _layer_embeddings(self, x: Floats, tokens: Sequence[int]) -> Floats:
@@ -356,129 +300,6 @@ class Reference:
             gate = np.maximum(gate - least, 0)
         hidden = xielu(gate, *part.curve) if part.curve else gated(gate, up, part.activation)
         return self._product(self._normed(hidden, part.hidden_norm, self.spec.eps), part.down, part.down_bias)
-
-    def _delta(self, part: DeltaNet, h: Floats) -> Floats:
-        """Token by token, as the docstring of `DeltaNet` has it."""
-        n, eps = len(h), np.float32(self.spec.eps)
-        inputs = np.concatenate(
-            [
-                np.zeros((part.taps - 1, part.channels), np.float32),
-                np.concatenate([self._product(h, weight) for weight in part.qkv], -1),
-            ]
-        )
-        taps = self._vector(part.conv).reshape(part.channels, part.taps)
-        channels = np.stack([(inputs[t : t + part.taps] * taps.T).sum(0) for t in range(n)])
-        of_keys = part.key_heads * part.size
-        parts = np.split(channels * sigmoid(channels), [of_keys, 2 * of_keys], -1)
-        q, k, v = (x.reshape(n, -1, part.size) for x in parts)
-        q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + eps) for x in (q, k))
-        beta = sigmoid(self._product(h, part.beta))
-        softplus = np.logaddexp(0, self._product(h, part.alpha, part.decay_bias))
-        decay = np.exp(self._vector(part.decay) * softplus)
-        y = np.empty((n, part.value_heads, part.size), np.float32)
-        for head in range(part.value_heads):
-            of, state = head % part.key_heads, np.zeros((part.size, part.size), np.float32)
-            if not part.shares_in_turn:
-                of = head * part.key_heads // part.value_heads
-            for t in range(n):
-                state *= decay[t, head]
-                state += np.outer(k[t, of], beta[t, head] * (v[t, head] - state.T @ k[t, of]))
-                y[t, head] = state.T @ q[t, of] * np.float32(part.size**-0.5)
-        gate = self._product(h, part.gate)
-        normed = self._normed(y, part.norm, self.spec.eps).reshape(n, -1)
-        return self._product(normed * gate * sigmoid(gate), part.out)
-
-    def _keyed_delta(self, part: KeyedDeltaNet, h: Floats) -> Floats:
-        """Token by token, as the docstring of `KeyedDeltaNet` has it."""
-        n, eps = len(h), np.float32(self.spec.eps)
-
-        def channels(weight: Weight, conv: Vector) -> Floats:
-            inputs = np.pad(self._product(h, weight), ((part.taps - 1, 0), (0, 0)))
-            taps = self._vector(conv).reshape(part.width, part.taps)
-            x = np.stack([(inputs[t : t + part.taps] * taps.T).sum(0) for t in range(n)])
-            return (x * sigmoid(x)).reshape(n, part.heads, part.size)
-
-        def of_both(weights: tuple[Weight, ...]) -> Floats:
-            x = h
-            for weight in weights:
-                x = self._product(x, weight)
-            return x
-
-        q, k, v = map(channels, part.qkv, part.convs)
-        q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + eps) for x in (q, k))
-        beta, scale = sigmoid(self._product(h, part.beta)), np.float32(part.size**-0.5)
-        f = (of_both(part.alphas) + self._vector(part.decay_bias)).reshape(n, part.heads, part.size)
-        rates = self._vector(part.decay).reshape(-1, 1)
-        decay = np.exp(part.bound * sigmoid(rates * f) if part.bound else rates * np.logaddexp(0, f))
-        y = np.empty((n, part.heads, part.size), np.float32)
-        for head in range(part.heads):
-            state = np.zeros((part.size, part.size), np.float32)
-            for t in range(n):
-                state *= decay[t, head][:, None]
-                state += np.outer(k[t, head], beta[t, head] * (v[t, head] - state.T @ k[t, head]))
-                y[t, head] = state.T @ q[t, head] * scale
-        normed = self._normed(y, part.norm, self.spec.eps).reshape(n, -1)
-        return self._product(normed * sigmoid(of_both(part.gates)), part.out)
-
-    def _mamba(self, part: Mamba, h: Floats) -> Floats:
-        """Token by token, as the docstring of `Mamba` has it."""
-        n, rows = len(h), part.channels.rows
-        inputs = np.concatenate(
-            [np.zeros((part.taps - 1, rows), np.float32), self._product(h, part.channels)]
-        )
-        taps = self._vector(part.conv).reshape(rows, part.taps)
-        channels = np.stack([(inputs[t : t + part.taps] * taps.T).sum(0) for t in range(n)])
-        channels = channels + (self._vector(part.conv_bias) if part.conv_bias else np.float32(0))
-        of_groups = part.groups * part.size
-        parts = np.split(channels * sigmoid(channels), [part.width, part.width + of_groups], -1)
-        x = parts[0].reshape(n, part.heads, -1)
-        b, c = (of.reshape(n, part.groups, part.size) for of in parts[1:])
-        dt = np.logaddexp(0, self._product(h, part.step, part.step_bias)).astype(np.float32)
-        decay, skip = np.exp(self._vector(part.decay) * dt), self._vector(part.skip)
-        y = np.empty_like(x)
-        for head in range(part.heads):
-            of, state = head * part.groups // part.heads, np.zeros((part.size, part.head_dim), np.float32)
-            for t in range(n):
-                state = decay[t, head] * state + np.outer(b[t, of], dt[t, head] * x[t, head])
-                y[t, head] = state.T @ c[t, of] + skip[head] * x[t, head]
-        gate = self._product(h, part.gate)
-        gated_y = y.reshape(n, -1) * gate * sigmoid(gate)
-        if part.norm:
-            groups = gated_y.reshape(n, part.groups, -1)
-            mean = (groups * groups).mean(-1, keepdims=True)
-            gated_y = (groups / np.sqrt(mean + np.float32(self.spec.eps))).reshape(n, -1) * self._vector(
-                part.norm
-            )
-        return self._product(gated_y, part.out)
-
-    def _scan(self, part: SelectiveScan, h: Floats) -> Floats:
-        """Token by token, as the docstring of `SelectiveScan` has it."""
-        n, eps = len(h), self.spec.eps
-        inputs = np.concatenate(
-            [np.zeros((part.taps - 1, part.width), np.float32), self._product(h, part.channels)]
-        )
-        taps = self._vector(part.conv).reshape(part.width, part.taps)
-        u = np.stack([(inputs[t : t + part.taps] * taps.T).sum(0) for t in range(n)])
-        u = u + self._vector(part.conv_bias)
-        u = u * sigmoid(u)
-        low = self._normed(self._product(u, part.low), part.low_norm, eps)
-        b = self._normed(self._product(u, part.b), part.b_norm, eps)
-        c = self._normed(self._product(u, part.c), part.c_norm, eps)
-        dt = np.logaddexp(0, self._product(low, part.step, part.step_bias)).astype(np.float32)
-        decay, skip = self._vector(part.decay).reshape(part.width, part.size), self._vector(part.skip)
-        state, y = np.zeros((part.width, part.size), np.float32), np.empty_like(u)
-        for t in range(n):
-            state = np.exp(decay * dt[t][:, None]) * state + np.outer(dt[t] * u[t], b[t])
-            y[t] = state @ c[t] + skip * u[t]
-        gate = self._product(h, part.gate)
-        return self._product(y * gate * sigmoid(gate), part.out)
-
-    def _short_conv(self, part: ShortConv, h: Floats) -> Floats:
-        b, c, v = np.split(self._product(h, part.inputs), 3, -1)
-        inputs = np.concatenate([np.zeros((part.taps - 1, part.channels), np.float32), b * v])
-        taps = self._vector(part.conv).reshape(part.channels, part.taps)
-        y = np.stack([(inputs[t : t + part.taps] * taps.T).sum(0) for t in range(len(h))])
-        return self._product(c * y, part.out)
 
     def _attend(self, part: Attention, h: Floats, caches: list[tuple[Floats, Floats]]) -> Floats:
         """`caches`: keys and values of the attention before this one; its own are appended."""
@@ -614,10 +435,6 @@ def as_long(y: Floats, x: Floats) -> Floats:
 
 def centred(x: Floats) -> Floats:
     return np.asarray(x - x.mean(-1, keepdims=True))
-
-
-def sigmoid(x: Floats) -> Floats:
-    return np.asarray(1 / (1 + np.exp(-x)), np.float32)
 
 
 def softmax(x: Floats) -> Floats:

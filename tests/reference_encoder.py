@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import gguf
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,9 +30,7 @@ from engine.description.vision import (
 )
 from engine.description.vision_reader import read_vision
 from engine.formats.gguf import GGUF
-from tests.reference import read_gguf
-
-Floats = NDArray[np.float32]
+from tests.reference_weights import Floats, read_tensors
 
 
 class ReferenceEncoder:
@@ -42,10 +39,7 @@ class ReferenceEncoder:
     def __init__(self, path: Path) -> None:
         with GGUF(path) as file:
             self.spec: VisionSpec = read_vision(file)
-        self._tensors = {
-            t.name: np.asarray(gguf.dequantize(t.data, t.tensor_type), np.float32).reshape(t.shape[::-1])
-            for t in read_gguf(path).tensors
-        }
+        self._tensors = read_tensors(path)
 
     def __call__(self, *rgbs: NDArray[np.uint8]) -> Floats:
         """The embeddings of a picture's parts at the encoder's sizes: (tokens, width), with what stands among them."""

@@ -14,7 +14,7 @@ from engine.targets.cpu.kernels.thread_pool import default_pool
 from engine.targets.cpu.weights import CPUWeights
 from engine.targets.graph.parts import load_matrix
 from tests import generated_model
-from tests.reference import read_gguf
+from tests.reference_weights import read_gguf
 from tests.thorough import rarely
 
 MIB = 1 << 20

@@ -1,0 +1,133 @@
+"""Sublayers with a state, token by token, for `reference`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, SelectiveScan, ShortConv
+from engine.description.sublayers import Vector, Weight
+from tests.reference_weights import Floats, ReferenceWeights, sigmoid
+
+
+class RecurrentReference(ReferenceWeights):
+    """Each as its class's docstring has it: of the normed stream h (n, dim), what is added to the stream."""
+
+    def _recurrent(
+        self, part: DeltaNet | KeyedDeltaNet | Mamba | SelectiveScan | ShortConv, h: Floats
+    ) -> Floats:
+        match part:
+            case DeltaNet():
+                return self._delta(part, h)
+            case KeyedDeltaNet():
+                return self._keyed_delta(part, h)
+            case Mamba():
+                return self._mamba(part, h)
+            case SelectiveScan():
+                return self._scan(part, h)
+            case ShortConv():
+                return self._short_conv(part, h)
+
+    def _convolved(self, x: Floats, conv: Vector) -> Floats:
+        """x (n, channels) with the last tokens' x of each channel: a tap for each."""
+        weights = self._vector(conv).reshape(x.shape[1], -1).T
+        inputs = np.pad(x, ((len(weights) - 1, 0), (0, 0)))
+        return np.stack([(inputs[t : t + len(weights)] * weights).sum(0) for t in range(len(x))])
+
+    def _delta(self, part: DeltaNet, h: Floats) -> Floats:
+        n, eps = len(h), np.float32(self.spec.eps)
+        inputs = np.concatenate([self._product(h, weight) for weight in part.qkv], -1)
+        channels = self._convolved(inputs, part.conv)
+        of_keys = part.key_heads * part.size
+        parts = np.split(channels * sigmoid(channels), [of_keys, 2 * of_keys], -1)
+        q, k, v = (x.reshape(n, -1, part.size) for x in parts)
+        q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + eps) for x in (q, k))
+        beta = sigmoid(self._product(h, part.beta))
+        softplus = np.logaddexp(0, self._product(h, part.alpha, part.decay_bias))
+        decay = np.exp(self._vector(part.decay) * softplus)
+        y = np.empty((n, part.value_heads, part.size), np.float32)
+        for head in range(part.value_heads):
+            of, state = head % part.key_heads, np.zeros((part.size, part.size), np.float32)
+            if not part.shares_in_turn:
+                of = head * part.key_heads // part.value_heads
+            for t in range(n):
+                state *= decay[t, head]
+                state += np.outer(k[t, of], beta[t, head] * (v[t, head] - state.T @ k[t, of]))
+                y[t, head] = state.T @ q[t, of] * np.float32(part.size**-0.5)
+        gate = self._product(h, part.gate)
+        normed = self._normed(y, part.norm, self.spec.eps).reshape(n, -1)
+        return self._product(normed * gate * sigmoid(gate), part.out)
+
+    def _keyed_delta(self, part: KeyedDeltaNet, h: Floats) -> Floats:
+        n, eps = len(h), np.float32(self.spec.eps)
+
+        def channels(weight: Weight, conv: Vector) -> Floats:
+            x = self._convolved(self._product(h, weight), conv)
+            return (x * sigmoid(x)).reshape(n, part.heads, part.size)
+
+        def of_both(weights: tuple[Weight, ...]) -> Floats:
+            x = h
+            for weight in weights:
+                x = self._product(x, weight)
+            return x
+
+        q, k, v = map(channels, part.qkv, part.convs)
+        q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + eps) for x in (q, k))
+        beta, scale = sigmoid(self._product(h, part.beta)), np.float32(part.size**-0.5)
+        f = (of_both(part.alphas) + self._vector(part.decay_bias)).reshape(n, part.heads, part.size)
+        rates = self._vector(part.decay).reshape(-1, 1)
+        decay = np.exp(part.bound * sigmoid(rates * f) if part.bound else rates * np.logaddexp(0, f))
+        y = np.empty((n, part.heads, part.size), np.float32)
+        for head in range(part.heads):
+            state = np.zeros((part.size, part.size), np.float32)
+            for t in range(n):
+                state *= decay[t, head][:, None]
+                state += np.outer(k[t, head], beta[t, head] * (v[t, head] - state.T @ k[t, head]))
+                y[t, head] = state.T @ q[t, head] * scale
+        normed = self._normed(y, part.norm, self.spec.eps).reshape(n, -1)
+        return self._product(normed * sigmoid(of_both(part.gates)), part.out)
+
+    def _mamba(self, part: Mamba, h: Floats) -> Floats:
+        n = len(h)
+        channels = self._convolved(self._product(h, part.channels), part.conv)
+        channels = channels + (self._vector(part.conv_bias) if part.conv_bias else np.float32(0))
+        of_groups = part.groups * part.size
+        parts = np.split(channels * sigmoid(channels), [part.width, part.width + of_groups], -1)
+        x = parts[0].reshape(n, part.heads, -1)
+        b, c = (of.reshape(n, part.groups, part.size) for of in parts[1:])
+        dt = np.logaddexp(0, self._product(h, part.step, part.step_bias)).astype(np.float32)
+        decay, skip = np.exp(self._vector(part.decay) * dt), self._vector(part.skip)
+        y = np.empty_like(x)
+        for head in range(part.heads):
+            of, state = head * part.groups // part.heads, np.zeros((part.size, part.head_dim), np.float32)
+            for t in range(n):
+                state = decay[t, head] * state + np.outer(b[t, of], dt[t, head] * x[t, head])
+                y[t, head] = state.T @ c[t, of] + skip[head] * x[t, head]
+        gate = self._product(h, part.gate)
+        gated_y = y.reshape(n, -1) * gate * sigmoid(gate)
+        if part.norm:
+            groups = gated_y.reshape(n, part.groups, -1)
+            mean = (groups * groups).mean(-1, keepdims=True)
+            gated_y = (groups / np.sqrt(mean + np.float32(self.spec.eps))).reshape(n, -1) * self._vector(
+                part.norm
+            )
+        return self._product(gated_y, part.out)
+
+    def _scan(self, part: SelectiveScan, h: Floats) -> Floats:
+        n, eps = len(h), self.spec.eps
+        u = self._convolved(self._product(h, part.channels), part.conv) + self._vector(part.conv_bias)
+        u = u * sigmoid(u)
+        low = self._normed(self._product(u, part.low), part.low_norm, eps)
+        b = self._normed(self._product(u, part.b), part.b_norm, eps)
+        c = self._normed(self._product(u, part.c), part.c_norm, eps)
+        dt = np.logaddexp(0, self._product(low, part.step, part.step_bias)).astype(np.float32)
+        decay, skip = self._vector(part.decay).reshape(part.width, part.size), self._vector(part.skip)
+        state, y = np.zeros((part.width, part.size), np.float32), np.empty_like(u)
+        for t in range(n):
+            state = np.exp(decay * dt[t][:, None]) * state + np.outer(dt[t] * u[t], b[t])
+            y[t] = state @ c[t] + skip * u[t]
+        gate = self._product(h, part.gate)
+        return self._product(y * gate * sigmoid(gate), part.out)
+
+    def _short_conv(self, part: ShortConv, h: Floats) -> Floats:
+        b, c, v = np.split(self._product(h, part.inputs), 3, -1)
+        return self._product(c * self._convolved(b * v, part.conv), part.out)
