@@ -41,7 +41,11 @@ from engine.targets.nvidia.kernels.products.schedules import (
     save_search_result,
     search_result,
 )
-from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule, StackedMatrices
+from engine.targets.nvidia.kernels.products.stacked_matrices import (
+    Schedule,
+    StackedMatrices,
+    usual_release,
+)
 from engine.targets.nvidia.matrices import Product
 
 _CANDIDATES_PER_WIDTH = 12  # for each shape
@@ -312,7 +316,8 @@ def search_event(
     """The `Search` event for a product with its current schedule."""
     s = product.schedule
     held = f", {s.blocks} blocks held" if s.blocks else ", weights early" if s.early else ""
-    held += ", the next kernel too" * s.starts_next + ", its end too" * s.early_end
+    held += ", its end too" * s.early_end
+    held += f", the next kernel {s.releases}" if s.releases != usual_release(s.early) else ""
     held += f", {s.brings} MB of the next weights" if s.brings else ""
     return Search(
         what=f"{product.name} {product.stack.name}",

@@ -28,7 +28,11 @@ from engine.targets.nvidia.kernels.products.matmul import Tiles, fragment_index,
 from engine.targets.nvidia.kernels.products.matvec import Brought, matvec
 from engine.targets.nvidia.kernels.products.schedules import matvec_schedule
 from engine.targets.nvidia.kernels.products.small_batch import column_index, columns_size
-from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule, StackedMatrices
+from engine.targets.nvidia.kernels.products.stacked_matrices import (
+    Schedule,
+    StackedMatrices,
+    usual_release,
+)
 from engine.targets.nvidia.kernels.residual_stream.embedding import embed, embed_prompt
 from engine.targets.nvidia.kernels.residual_stream.layer_embeddings import (
     gate_embeddings,
@@ -58,6 +62,8 @@ from tests.kernels.gpu.buffers import (
 from tests.kernels.gpu.check_norms import normed
 from tests.tier import THOROUGH
 
+MET = usual_release(is_early=True)
+
 
 def check_every_type() -> None:
     """Every type: most in a shape that fits its schedule, some with threads, rows and columns left over. A commit is
@@ -67,7 +73,7 @@ def check_every_type() -> None:
         rows, cols = ragged.get(ggml_type, (4, 256))
         schedule = Schedule(3, 1, 2) if ggml_type in ragged else Schedule(4, 2, 1)
         if rows > 4:  # its weights are loaded early, and the last block has one row
-            schedule = Schedule(4, 2, 4, early=True)
+            schedule = Schedule(4, 2, 4, early=True, releases=MET)
         layout = WeightLayout(ggml_type)
         planes, weights = packed(ggml_type, rows, cols)
         assert [(p.numel(), p.dtype) for p in planes] == layout.shapes(rows, cols)
@@ -100,7 +106,7 @@ def check_digits() -> None:
         x *= 10.0 ** rng.uniform(-3, 3, cols).astype(np.float32)
         x[64:96] = 0
         run(digit_rows.divide(layout, cols), *divided, laid_out(x, layout))
-        kernel = matvec(stack, Schedule(8, 2, 2, early=True), STORE, "t", 5, eps)
+        kernel = matvec(stack, Schedule(8, 2, 2, early=True, releases=MET), STORE, "t", 5, eps)
         run(kernel, out, *divided, buffer(squares), *planes)
         expected = weights.astype(np.float64) @ x / np.sqrt(squares.sum() / cols + eps)
         assert np.abs(out.numpy() - expected).max() < limit * np.abs(expected).max(), ggml_type

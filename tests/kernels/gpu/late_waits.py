@@ -20,6 +20,7 @@ from tinygrad.dtype import DType
 from engine.fixes import early_launch, graph_nodes, graph_rewrites, index_lowering, slice_shapes
 from engine.formats.kv_format import KVFormat
 from engine.kernels.kernel import Kernel
+from engine.kernels.launch_hints import Release
 from engine.targets.nvidia.kernels.attention.flash_attention import flash_attention, flash_split
 from engine.targets.nvidia.kernels.attention.kv_cache import Heads
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
@@ -42,7 +43,11 @@ from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from tests.kernels.gpu.rendered import compile_nothing
 from tests.tier import THOROUGH
 
-SHORT, LONG = Schedule(4, 8, 2, 0, True), Schedule(2, 16, 2, 3, True)  # of one step, and with a loop
+MET: Release = "before its first barrier"
+SHORT, LONG = (
+    Schedule(4, 8, 2, 0, True, MET),
+    Schedule(2, 16, 2, 3, True, MET),
+)  # of one step, and with a loop
 SIZE = 1 << 24  # of all buffers
 INTEGERS = {"experts", "counts", "largest_rows", "tables", "state", "prompt"}
 

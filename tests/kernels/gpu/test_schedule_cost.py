@@ -21,7 +21,11 @@ from engine.targets.nvidia.kernels.products import matmul, schedule_cost, schedu
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
 from engine.targets.nvidia.kernels.products.schedule_cost import microseconds, ranked
 from engine.targets.nvidia.kernels.products.schedules import _by_rule, matvec_schedule
-from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule, StackedMatrices
+from engine.targets.nvidia.kernels.products.stacked_matrices import (
+    Schedule,
+    StackedMatrices,
+    usual_release,
+)
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from tools.measure.gpu_rates import GUESSED, SHAPES
 
@@ -52,8 +56,8 @@ def measured() -> dict[tuple[str, str], dict[Schedule, float]]:
             line for line in file if line[0] != "#"
         ):
             held = int(blocks[0]) if blocks else 0
-            schedule = Schedule(int(threads), int(groups), int(rows), held, early == "1")
-            found[what, product][schedule] = float(us)
+            schedule = Schedule(*map(int, (threads, groups, rows)), held, early == "1")
+            found[what, product][replace(schedule, releases=usual_release(schedule.early))] = float(us)
     return found
 
 

@@ -1,10 +1,14 @@
 """Schedules that are shipped as data, and the rule for all else."""
 
+import functools
+import itertools
 from dataclasses import replace
+from typing import get_args
 
 import msgspec
 import pytest
 
+from engine.kernels.launch_hints import Release
 from engine.targets.nvidia.kernels import rates
 from engine.targets.nvidia.kernels.device import Chip
 from engine.targets.nvidia.kernels.products import matmul, schedules
@@ -13,11 +17,17 @@ from engine.targets.nvidia.kernels.products.epilogues import STORE
 from engine.targets.nvidia.kernels.products.matvec import matvec
 from engine.targets.nvidia.kernels.products.prompt_products import prompt_order, prompt_tiles
 from engine.targets.nvidia.kernels.products.schedules import matvec_schedule
-from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule, StackedMatrices
+from engine.targets.nvidia.kernels.products.stacked_matrices import (
+    Schedule,
+    StackedMatrices,
+    usual_release,
+)
 from engine.targets.nvidia.kernels.products.warpgroup_matmul import WarpgroupTiles
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
 Q6_K = WeightLayout(14)
+END, WAITED, MET = get_args(Release)
+early = functools.partial(Schedule, early=True, releases=MET)
 CHIPS = sorted(path.stem for path in schedules._TUNED.glob("*.toml"))
 
 
@@ -32,7 +42,8 @@ def test_what_is_shipped_fits(chip):
     assert known.origin == "predicted" or known.products
     assert not known.products.keys() & known.early.keys()
     names = known.products.keys() | known.early.keys()
-    assert known.starts_next | known.early_ends | known.brings.keys() <= names
+    assert known.releases.keys() | known.early_ends | known.brings.keys() <= names
+    assert all(known.releases[name] != usual_release(name in known.early) for name in known.releases)
     for name, numbers in [*known.products.items(), *known.early.items()]:
         schedule = Schedule(*numbers)
         assert schedule.fits() and schedule.block_rows % 2 == 0
@@ -43,14 +54,12 @@ def test_what_is_shipped_fits(chip):
 
 def test_what_was_measured_comes_before_the_rule():
     head, gate_up = (StackedMatrices.single(Q6_K, rows, 2048) for rows in (128256, 16384))
-    assert matvec_schedule(head, Chip("sm_90", 132)) == Schedule(32, 4, 4, early=True, streams=True)
-    assert matvec_schedule(gate_up, Chip("sm_90", 132)) == Schedule(
-        32, 8, 8, starts_when_met=True, streams=True
-    )
-    assert matvec_schedule(head, Chip("sm_00", 132)) != Schedule(32, 4, 4, early=True)
-    early = matvec_schedule(StackedMatrices.single(Q6_K, 5120, 3072), Chip("sm_90", 132))
-    assert early == Schedule(16, 8, 2, early=True) and early.name == "16_8_2_early"
-    assert Schedule(16, 4, 8, 2, early=True).name == "16_4_8_early_2_blocks"
+    assert matvec_schedule(head, Chip("sm_90", 132)) == early(32, 4, 4, streams=True)
+    assert matvec_schedule(gate_up, Chip("sm_90", 132)) == Schedule(32, 8, 8, releases=MET, streams=True)
+    assert matvec_schedule(head, Chip("sm_00", 132)) != early(32, 4, 4)
+    qkv = matvec_schedule(StackedMatrices.single(Q6_K, 5120, 3072), Chip("sm_90", 132))
+    assert qkv == early(16, 8, 2) and qkv.name == "16_8_2_early"
+    assert early(16, 4, 8, blocks=2).name == "16_4_8_early_2_blocks"
     assert Schedule(16, 4, 8).name == "16_4_8"
 
 
@@ -60,8 +69,8 @@ def test_a_mixture_has_what_was_measured_with_another_number_of_experts():
     assert matvec_schedule(stack, Chip("sm_00", 132)) != Schedule(16, 4, 8)
     down = StackedMatrices.single(Q6_K, 2048, 768, ChosenExperts(8, 96, added=True))
     assert matvec_schedule(down, Chip("sm_90", 132)) == Schedule(48, 8, 2, early_end=True)
-    early = StackedMatrices.single(WeightLayout(12), 1408, 2816, ChosenExperts(8, 64, added=False))
-    assert matvec_schedule(early, Chip("sm_90", 132)) == Schedule(11, 16, 4, early=True)
+    gate_up = StackedMatrices.single(WeightLayout(12), 1408, 2816, ChosenExperts(8, 64, added=False))
+    assert matvec_schedule(gate_up, Chip("sm_90", 132)) == early(11, 16, 4)
 
 
 @pytest.mark.parametrize(
@@ -86,59 +95,59 @@ def test_a_search_tries_early_weights_where_kernels_are_launched_early():
     stack, near = StackedMatrices.single(Q6_K, 3072, 3072), Schedule(48, 4, 4)
     assert not any(s.early for s in schedules.candidates(stack, near))
     tried = schedules.candidates(stack, near, Chip("sm_00", 132, launches_early=True))
-    assert near not in tried and Schedule(48, 4, 4, early=True) in tried and len(tried) == len(set(tried))
+    assert near not in tried and early(48, 4, 4) in tried and len(tried) == len(set(tried))
     assert not any(s.early and s.blocks for s in tried)
 
 
 def test_a_search_tries_how_a_product_is_launched():
-    stack, early = StackedMatrices.single(Q6_K, 3072, 3072), Chip("sm_00", 132, launches_early=True)
-    launched = lambda s: (s.starts_next, s.early_end, s.brings, s.streams)
-    for s in (Schedule(48, 4, 4), Schedule(48, 4, 4, early=True), Schedule(48, 4, 4, 0, True, True, True)):
-        near = schedules.neighbours(stack, s, early)
-        ways = [
-            {"starts_next": not s.starts_next},
-            {"early_end": not s.early_end},
-            {"brings": 4},
-            {"streams": True},
-        ]
-        ways += [] if s.early else [{"starts_when_met": True}]
+    stack, chip = StackedMatrices.single(Q6_K, 3072, 3072), Chip("sm_00", 132, launches_early=True)
+    usual = lambda s: s.releases == usual_release(s.early)
+    launched = lambda s: (not usual(s) and s.releases, s.early_end, s.brings, s.streams)
+    for s in (Schedule(48, 4, 4), early(48, 4, 4), early(48, 4, 4, releases=WAITED, early_end=True)):
+        near = schedules.neighbours(stack, s, chip)
+        ways = [{"releases": release} for release in (END, WAITED, MET) if release != s.releases]
+        ways += [{"early_end": not s.early_end}, {"streams": True}, {"brings": 4}]
         first, others = near[: len(ways)], near[len(ways) :]
         assert first == [replace(s, **way) for way in ways]
         assert others and all(launched(s) == launched(other) for other in others)
-        assert all(launched(s) == launched(other) for other in schedules.candidates(stack, s, early))
+        assert all(launched(s) == launched(other) for other in schedules.candidates(stack, s, chip))
     assert not any(any(launched(other)) for other in schedules.neighbours(stack, Schedule(48, 4, 4)))
 
 
 @pytest.mark.parametrize(
-    "early, of_schedule, of_kernel, release",
+    "of_schedule, starts_next, wanted",
     [
-        (False, False, False, "at its end"),
-        (False, True, False, "after its wait"),
-        (False, False, True, "after its wait"),
-        (True, False, False, "before its first barrier"),
-        (True, True, False, "after its wait"),
-        (True, False, True, "before its first barrier"),
-        (False, None, True, "before its first barrier"),
+        (END, False, END),
+        (WAITED, False, WAITED),
+        (MET, False, MET),
+        (END, True, WAITED),
+        (WAITED, True, WAITED),
+        (MET, True, MET),
     ],
 )
-def test_a_schedule_says_when_the_next_kernel_may_start(early, of_schedule, of_kernel, release):
-    schedule = Schedule(
-        4, 8, 2, early=early, starts_next=bool(of_schedule), starts_when_met=of_schedule is None
-    )
-    kernel = matvec(StackedMatrices.single(Q6_K, 64, 256), schedule, STORE, "t", starts_next=of_kernel)
-    assert kernel.hints.releases == release
+def test_a_schedule_says_when_the_next_kernel_may_start(of_schedule, starts_next, wanted):
+    for is_early in (False, True):
+        schedule = Schedule(4, 8, 2, early=is_early, releases=of_schedule)
+        stack = StackedMatrices.single(Q6_K, 64, 256)
+        kernel = matvec(stack, schedule, STORE, "t", starts_next=starts_next)
+        assert kernel.hints.releases == wanted and bool(kernel.hints.waits_for) == is_early
+
+
+def test_each_way_to_launch_a_schedule_has_a_name():
+    ways = itertools.product((False, True), (END, WAITED, MET))
+    assert len({Schedule(4, 8, 2, early=is_early, releases=way).name for is_early, way in ways}) == 6
 
 
 def test_large_products_with_a_codebook_take_their_vector_in_digits():
-    early, iq4 = Chip("sm_00", 132, launches_early=True), WeightLayout(23)
+    launches_early, iq4 = Chip("sm_00", 132, launches_early=True), WeightLayout(23)
     large, small = (StackedMatrices.single(iq4, rows, 4096) for rows in (28672, 2048))
-    digits = schedules.with_digits(large, early)
+    digits = schedules.with_digits(large, launches_early)
     assert digits.digits and digits.name == "IQ4_XS 28672x4096 in digits" != large.name
-    assert not schedules.with_digits(small, early).digits
+    assert not schedules.with_digits(small, launches_early).digits
     assert not schedules.with_digits(large, Chip("sm_00", 132)).digits
     both = StackedMatrices(((iq4, 28672), (Q6_K, 256)), 4096)
     few, small_floats = ChosenExperts(4, 32, added=True), WeightLayout(39)
-    assert schedules.with_digits(StackedMatrices.single(small_floats, 2880, 2880, few), early).digits
+    assert schedules.with_digits(StackedMatrices.single(small_floats, 2880, 2880, few), launches_early).digits
     others = [StackedMatrices.single(layout, 28672, 4096) for layout in (Q6_K, small_floats)]
     others += [StackedMatrices.single(iq4, 512, 2048, few), both]
     for experts in (ChosenExperts(32, 32, added=False, all_of_them=True), replace(few, used=2)):
@@ -146,14 +155,14 @@ def test_large_products_with_a_codebook_take_their_vector_in_digits():
             StackedMatrices.single(iq4 if experts.all_of_them else small_floats, 2048, 2048, experts)
         )
     for other in others:
-        assert schedules.with_digits(other, early) == other
+        assert schedules.with_digits(other, launches_early) == other
 
 
 def test_integers_take_their_vector_in_digits_where_that_was_timed():
     timed, other = (StackedMatrices.single(WeightLayout(12), rows, 5120) for rows in (34816, 24576))
     h200 = Chip("sm_90", 132, launches_early=True)
     digits = schedules.with_digits(timed, h200)
-    assert digits.digits and matvec_schedule(digits, h200) == Schedule(40, 4, 4, early=True)
+    assert digits.digits and matvec_schedule(digits, h200) == early(40, 4, 4)
     for stack, chip in (
         (other, h200),
         (timed, Chip("sm_90", 114, launches_early=True)),
@@ -166,14 +175,12 @@ def test_what_nobody_timed_does_for_the_next_product_what_gained_with_all_models
     chip, kinds = Chip("sm_00", 132, launches_early=True), [WeightLayout(n) for n in (12, 8, 1)]
     gates, outs = ([StackedMatrices.single(k, rows, 3072) for k in kinds] for rows in (46080, 3072))
     found = [matvec_schedule(stack, chip, "gate and up") for stack in gates]
-    assert [s.starts_next for s in found] == [True, True, False] and not any(s.brings for s in found)
+    assert [s.releases == WAITED for s in found] == [True, True, False] and not any(s.brings for s in found)
     found = [matvec_schedule(stack, chip, "attention's output") for stack in outs]
-    assert [s.brings for s in found] == [2, 0, 0] and not any(s.starts_next for s in found)
+    assert [s.brings for s in found] == [2, 0, 0] and all(s.releases == usual_release(s.early) for s in found)
     assert matvec_schedule(outs[0], chip) == replace(found[0], brings=0)
     timed, chip = StackedMatrices.single(Q6_K, 16384, 2048), replace(chip, capability="sm_90")
-    assert matvec_schedule(timed, chip, "gate and up") == Schedule(
-        32, 8, 8, starts_when_met=True, streams=True
-    )
+    assert matvec_schedule(timed, chip, "gate and up") == Schedule(32, 8, 8, releases=MET, streams=True)
 
 
 def test_a_search_tries_first_what_the_model_finds_cheap():
@@ -305,7 +312,7 @@ def test_types_of_few_bits_copy_no_activations_in_several_rounds(
 ):
     monkeypatch.setattr(matmul, "is_cuda", lambda: True)
     paired = rows == 24576
-    for early in (True, False):
-        chip = Chip("sm_00", 132, launches_early=early)
+    for is_early in (True, False):
+        chip = Chip("sm_00", 132, launches_early=is_early)
         tiles = matmul.tiles_for(WeightLayout(ggml_type), tokens, rows, 4096, chip, paired)
-        assert (tiles.parts, tiles.staged) == (parts, staged or not early)
+        assert (tiles.parts, tiles.staged) == (parts, staged or not is_early)

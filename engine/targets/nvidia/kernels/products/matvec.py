@@ -93,9 +93,8 @@ def matvec(
     What it `brings` to the L2 cache are the beginnings of the planes that are `brought`. `loads_first`: as in its
     hints.
 
-    If the kernel or its schedule `starts_next`, the next one may start as soon as this one has waited
-    (`engine.fixes.early_launch`). One whose schedule is early waits later, and lets it start when its threads first
-    meet, unless the schedule says otherwise."""
+    Where the schedule lets the next kernel start at this one's end, that may start as soon as this one has waited if it
+    `starts_next` (`engine.fixes.early_launch`)."""
     s, chosen, beside = schedule, stack.experts, stack.beside
     assert not (n_norm_sums and beside) or beside.cols == stack.cols
     assert stack.slots == 1 or epilogue.by_slot
@@ -372,11 +371,7 @@ def _hints(
 ) -> LaunchHints:
     """When the kernel waits and lets the next one start. `buffers`: those that others may write, all but planes."""
     names = tuple(name if isinstance(name, str) else name[0] for name in buffers if name)
-    release: Release = "before its first barrier" if s.early else "at its end"
-    if s.starts_when_met:
-        release = "before its first barrier"
-    elif s.starts_next or (starts_next and not s.early):
-        release = "after its wait"
+    release: Release = "after its wait" if starts_next and s.releases == "at its end" else s.releases
     waits_for = tuple(name for name in names if s.early and name not in loads_first)
     first = tuple(name for name in names if name in loads_first)
     return LaunchHints(s.blocks, 0, waits_for, release, first, ("planes",) * s.streams)

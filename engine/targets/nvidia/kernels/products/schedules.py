@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import astuple, fields, replace
 from importlib import resources
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 from tinygrad import Device
@@ -20,6 +20,7 @@ from engine.cache.disk_cache import disk_cache, lasting_cache, source_digest
 from engine.cache.start_trial import start_trials
 from engine.devices.device_name import device_name
 from engine.formats.quantization import Format
+from engine.kernels.launch_hints import Release
 from engine.targets.nvidia.kernels.device import REGISTERS, Chip, capability, chip
 from engine.targets.nvidia.kernels.products import digit_rows
 from engine.targets.nvidia.kernels.products.schedule_cost import (
@@ -28,7 +29,11 @@ from engine.targets.nvidia.kernels.products.schedule_cost import (
     microseconds,
     ranked,
 )
-from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule, StackedMatrices
+from engine.targets.nvidia.kernels.products.stacked_matrices import (
+    Schedule,
+    StackedMatrices,
+    usual_release,
+)
 
 _TUNED = resources.files("presets") / "tuned"  # data, shipped with the presets
 # The source files of the products: a change to them makes earlier measurements outdated.
@@ -115,10 +120,9 @@ def _measured(shipped: _Shipped, stack: StackedMatrices) -> Schedule | None:
     numbers = shipped.early.get(name) or shipped.products.get(name)
     if not numbers:
         return None
-    starts_next, early_end = name in shipped.starts_next, name in shipped.early_ends
-    brings, starts_when_met = shipped.brings.get(name, 0), name in shipped.starts_when_met
-    is_early, streams = name in shipped.early, name in shipped.streams
-    return Schedule(*numbers, is_early, starts_next, early_end, brings, starts_when_met, streams)
+    is_early, early_end, streams = (name in s for s in (shipped.early, shipped.early_ends, shipped.streams))
+    releases = shipped.releases.get(name, usual_release(is_early))
+    return Schedule(*numbers, is_early, releases, early_end, shipped.brings.get(name, 0), streams)
 
 
 def _for_the_next(s: Schedule, stack: StackedMatrices, place: Place) -> Schedule:
@@ -129,7 +133,7 @@ def _for_the_next(s: Schedule, stack: StackedMatrices, place: Place) -> Schedule
         return s
     is_small = stack.n_bytes < stack.rows * stack.cols
     brings = _BROUGHT_BY_OUTPUT if place == "attention's output" and is_small else 0
-    return replace(s, starts_next=place == "gate and up", brings=brings)
+    return replace(s, releases="after its wait" if place == "gate and up" else s.releases, brings=brings)
 
 
 def _unless_dear(stack: StackedMatrices, s: Schedule, chip: Chip) -> Schedule:
@@ -198,19 +202,18 @@ class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Shipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file of tuned schedules: where they come from, the multiprocessors of that GPU, and for each
-    `StackedMatrices.name` threads, groups, rows and blocks. Those of `early` are `Schedule.early`; the names in
-    `starts_next`, `starts_when_met`, `early_ends` and `streams` are those fields of a `Schedule`; `brings` is
-    `Schedule.brings`."""
+    `StackedMatrices.name` threads, groups, rows and blocks. Those of `early` are `Schedule.early`; `releases`,
+    `brings`, and the names in `early_ends` and `streams` are those fields of a `Schedule`, where they are not the usual
+    ones."""
 
     origin: str = "a guess"
     multiprocessors: int = 0
-    starts_next: frozenset[str] = frozenset()
-    starts_when_met: frozenset[str] = frozenset()
     early_ends: frozenset[str] = frozenset()
     streams: frozenset[str] = frozenset()
     rule: _Rule = _Rule()
     products: dict[str, _Numbers] = {}
     early: dict[str, _Numbers] = {}
+    releases: dict[str, Release] = {}
     brings: dict[str, int] = {}
 
 
@@ -256,9 +259,9 @@ def neighbours(stack: StackedMatrices, s: Schedule, chip: Chip = _UNKNOWN) -> li
     as large or half, or two of them so that a block has as many threads, or as many rows."""
     others = [_launched_as(s, other) for other in _all(stack, chip)]
     if chip.launches_early:
-        others += [replace(s, starts_next=not s.starts_next), replace(s, early_end=not s.early_end)]
-        others += [*(replace(s, brings=n) for n in _BROUGHT), replace(s, streams=not s.streams)]
-        others += [] if s.early else [replace(s, starts_when_met=not s.starts_when_met)]
+        others += [replace(s, releases=release) for release in get_args(Release)]
+        others += [replace(s, early_end=not s.early_end), replace(s, streams=not s.streams)]
+        others += [replace(s, brings=n) for n in _BROUGHT]
     near = ((_distance(other, s), other) for other in others if other != s)
     size = s.threads * s.groups, s.block_rows
     found = [
@@ -272,16 +275,17 @@ def neighbours(stack: StackedMatrices, s: Schedule, chip: Chip = _UNKNOWN) -> li
 
 def _launched_as(s: Schedule, other: Schedule) -> Schedule:
     """Another schedule, which does the same as `s` for its end and the next kernel."""
-    when = {"starts_next": s.starts_next, "starts_when_met": s.starts_when_met and not other.early}
-    return replace(other, **when, early_end=s.early_end, brings=s.brings, streams=s.streams)
+    is_usual = s.releases == usual_release(s.early)
+    releases = usual_release(other.early) if is_usual else s.releases
+    return replace(other, releases=releases, early_end=s.early_end, brings=s.brings, streams=s.streams)
 
 
 def _all(stack: StackedMatrices, chip: Chip) -> list[Schedule]:
     """The schedules of a shape, and where kernels are launched early, the ones without held blocks as `Schedule.early`
     too."""
     plain = list(_of_shape(stack.rows, stack.units, stack.slots))
-    early = [replace(s, early=True) for s in plain if chip.launches_early and not s.blocks]
-    return plain + early
+    early = functools.partial(replace, early=True, releases=usual_release(is_early=True))
+    return plain + [early(s) for s in plain if chip.launches_early and not s.blocks]
 
 
 def _of_shape(rows: int, units: int, slots: int) -> Iterator[Schedule]:

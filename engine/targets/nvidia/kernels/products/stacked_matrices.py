@@ -5,12 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine.kernels.launch_hints import Release
 from engine.targets.nvidia.kernels.products import digit_rows
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
 from engine.targets.nvidia.kernels.weights.matrix_bytes import units_of
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
 _EVEN, _MANY_BLOCKS = 16, 64
+_RELEASES: dict[Release, str] = {
+    "at its end": "_last",
+    "after its wait": "_next",
+    "before its first barrier": "_met",
+}
+
+
+def usual_release(is_early: bool) -> Release:
+    """When a product lets the next kernel start unless its schedule says otherwise: one that is early has its loads
+    under way where its threads first meet."""
+    return "before its first barrier" if is_early else "at its end"
 
 
 @dataclass(frozen=True)
@@ -18,20 +30,18 @@ class Schedule:
     """A group of `threads` threads shares a row, a block has `groups` groups, and each thread works on `rows` rows at
     once. `blocks`: the minimum of resident blocks on a multiprocessor (`engine.fixes.launch_bounds`); 0 for none.
     `early`: whether it loads weights before it waits for the kernel before, `early_end`: whether what its end adds to
-    them, `starts_next`: whether the next kernel may start as soon as it has waited, `starts_when_met`: when its threads
-    first meet, as after one that is early (`engine.fixes.early_launch`). `brings`: how many megabytes of the next
-    product's weights it brings to the L2 cache, from its beginning on, or once it has chosen these. `streams`: whether
-    its weights are the first to leave the caches (`engine.fixes.streamed_loads`)."""
+    them. `releases`: when the next kernel may start (`engine.fixes.early_launch`). `brings`: how many megabytes of the
+    next product's weights it brings to the L2 cache, from its beginning on, or once it has chosen these. `streams`:
+    whether its weights are the first to leave the caches (`engine.fixes.streamed_loads`)."""
 
     threads: int
     groups: int
     rows: int
     blocks: int = 0
     early: bool = False
-    starts_next: bool = False
+    releases: Release = "at its end"
     early_end: bool = False
     brings: int = 0
-    starts_when_met: bool = False
     streams: bool = False
 
     @property
@@ -46,7 +56,9 @@ class Schedule:
     def name(self) -> str:
         """For the name of a kernel."""
         name = f"{self.threads}_{self.groups}_{self.rows}" + "_early" * self.early
-        name += "_next" * self.starts_next + "_met" * self.starts_when_met + "_end" * self.early_end
+        name += (
+            _RELEASES[self.releases] * (self.releases != usual_release(self.early)) + "_end" * self.early_end
+        )
         name += f"_brings_{self.brings}" * bool(self.brings) + "_streams" * self.streams
         return f"{name}_{self.blocks}_blocks" if self.blocks else name
 
