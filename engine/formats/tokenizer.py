@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from engine.errors import SHORTEN, ContextFullError
 from engine.formats.gguf import GGUF
+from engine.formats.name_pattern import any_name
 from engine.formats.vocabulary import SPACE, USER_DEFINED, Vocabulary
 
 Codes = NDArray[np.uint8] | NDArray[np.uint32]
@@ -59,8 +60,8 @@ class Tokenizer(Vocabulary):
             for text, id in special.items()
             if self.types[id] == USER_DEFINED and (not text.startswith(_BRACKETS) or _HTML.fullmatch(text))
         }
-        self._in_any_text = _alternatives(self._text_tokens)
-        self._in_special_text = _alternatives(special.keys() - self._text_tokens.keys())
+        self._in_any_text = any_name(self._text_tokens)
+        self._in_special_text = any_name(special.keys() - self._text_tokens.keys())
         # Phi-3's tokenizer.json: such tokens take the white space after them ("rstrip").
         strips = self.sentencepiece and {"<|assistant|>", "<|end|>", "<|placeholder1|>"} <= special.keys()
         kept = (self.bos_id, special.get("<|endoftext|>"), special.get("<unk>"))
@@ -231,9 +232,3 @@ def _amounts(codes: Codes, space: int, starts: Sequence[int] | NDArray[np.int64]
     changes[starts], begins[starts] = True, words[starts]
     counts = [np.add.reduceat(each, starts, dtype=np.int64) for each in (begins, changes)]
     return np.stack([np.diff(starts, append=len(codes)), *counts], axis=1)
-
-
-def _alternatives(texts: Iterable[str]) -> re.Pattern[str]:
-    """A pattern with one group that matches any of `texts`, the longest first; nothing if there are none."""
-    longest_first = sorted(texts, key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, longest_first))})" if longest_first else r"((?!))")
