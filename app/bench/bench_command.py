@@ -58,6 +58,8 @@ exit codes: 0 done, 1 slower than --against beyond the noise, others as of orin-
 def run(arguments: Sequence[str], settings: Settings) -> int:
     """Measures, writes the results to standard output, and returns the exit code. Raises OrinError."""
     args = _parse(arguments)
+    if args.save and not (folder := args.save.absolute().parent).is_dir():
+        raise UsageError(f"There is no folder {folder}.", "Make it, or save elsewhere: --save FILE.")
     earlier = results.read(args.against) if args.against else []
     llama_server = find_llama_server(args.llama_server or settings.llama_server) if args.compare else ""
     measured: list[Result] = []

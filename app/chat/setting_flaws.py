@@ -34,7 +34,9 @@ def flaw(reason: str, names: Sequence[str], settings: type[Any]) -> str:
                 key: f"{key} under [{name}]" for key in _keys(_type([name], settings)) if key not in keys
             }
         near = [keys[name] for name in difflib.get_close_matches(unknown[1], keys, 1, 0.7)]
+        is_table = not place and unknown[1] == names[0] != names[-1]
         said = "there is no such key" if unknown[1] == names[-1] else f"it has no key {unknown[1]}"
+        said = f"there is no table [{unknown[1]}]" if is_table else said
         if unknown[1] in _ELSEWHERE and not place:
             return f"{said}; {_ELSEWHERE[unknown[1]]}"
         return f"{said}; is {near[0]} meant?" if near else said

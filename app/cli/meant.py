@@ -27,6 +27,7 @@ _OPTIONS = {
     "--verbose": ("-v",),
     "--version": ("-V",),
     "--no-think": ("--think",),
+    "--continue": ("--resume",),
 }
 _WORDS = {
     "chat": "", "help": "--help", "version": "--version", "list": "models", "ls": "models", "run": "--model NAME",

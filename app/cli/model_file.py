@@ -18,9 +18,15 @@ from presets import GUIDE, guide_path
 from widgets.text import one_line
 
 
-def model_path(named: str | None, settings: Settings, cancelled: Callable[[], bool] = lambda: False) -> Path:
-    """The model file; `named` is the model of the command line. Downloads a model that is not on this machine, until
-    `cancelled` returns true. Raises ModelFileError if it cannot be had, UsageError if the download was cancelled."""
+def model_path(
+    named: str | None,
+    settings: Settings,
+    cancelled: Callable[[], bool] = lambda: False,
+    option: str = "--model FILE",
+) -> Path:
+    """The model file; `named` is the model of the command line, after `option`. Downloads a model that is not on this
+    machine, until `cancelled` returns true. Raises ModelFileError if it cannot be had, UsageError if the download was
+    cancelled."""
     name = _name(named, settings)
     path = parse(name, settings.names)
     if not isinstance(path, Path):
@@ -45,7 +51,7 @@ def model_path(named: str | None, settings: Settings, cancelled: Callable[[], bo
     what = f"{path} is {kind}, not a model file." if kind else f"There is no file {path}."
     if not kind and path.is_symlink():
         what = f"{path} is a link to {one_line(str(path.readlink()))}, which is not there."
-    hint = f"GGUF files there: {names}." if nearby else "Give the path of a GGUF file: --model FILE."
+    hint = f"GGUF files there: {names}." if nearby else f"Give the path of a GGUF file: {option}."
     if not (nearby or path.exists()) and (address := hub_address(name)):
         hint = f"A model of the Hugging Face hub is {address}."
     raise ModelFileError(what, hint)
@@ -82,7 +88,7 @@ def draft_model(args: Namespace, settings: Settings) -> Path | None:
         raise UsageError(f"No draft model is known for {one_line(model)}.", "Name it: --draft NAME.")
     if args.draft is None and args.speculate == "draft":
         raise UsageError("--speculate draft needs a draft model.", "Name it: --draft NAME.")
-    return None if args.draft is None else model_path(args.draft, settings)
+    return None if args.draft is None else model_path(args.draft, settings, option="--draft FILE")
 
 
 def greet(named: str | None, model_path: str, *, is_chat: bool) -> None:

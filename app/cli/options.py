@@ -446,7 +446,7 @@ def add_sampling(add: Callable[..., Any]) -> None:
 
 
 def add_backend(
-    add: Callable[..., Any], meaning: str = "the device (auto takes the fastest there is)"
+    add: Callable[..., Any], meaning: str = "the device (auto: CUDA if there is an NVIDIA GPU, else CPU)"
 ) -> None:
     """Adds --backend; its value may have any case."""
     add("--backend", type=_backend, choices=BACKENDS, help=meaning)

@@ -17,6 +17,7 @@ from app.chat.configuration import encoder_of
 from app.chat.settings import Settings
 from app.cli import options
 from app.cli.model_file import draft_model, model_path, models_in
+from engine.catalog.names import parse
 from engine.errors import UsageError
 from engine.protocol.client import LocalEngine
 from engine.protocol.events import TOKEN_GAP
@@ -133,12 +134,15 @@ def _models(args: Namespace, settings: Settings) -> dict[str, Path]:
         if not paths:
             raise UsageError(f"There is no GGUF file in {folder}.", "Name a folder with models, or models.")
         return paths
-    found = {name: model_path(name, settings) for name in args.models.split(",") if name}
+    names = [name for name in args.models.split(",") if name]
+    for name in names:
+        parse(name, settings.names)  # before one of the others is downloaded
+    found = {name: model_path(name, settings, option="--models FILE,FILE") for name in names}
     return {one_line(path.stem if name.endswith(path.name) else name): path for name, path in found.items()}
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
-    parser = options.Parser("serve", "Answer other programs, with OpenAI's protocol over HTTP.", EPILOG)
+    parser = options.Parser("serve", "Answer other programs over HTTP, with the protocols of OpenAI, Anthropic, Google and Ollama.", EPILOG)
     parser.set_defaults(engine=None)
     options.add_engine(parser.add_argument_group("model").add_argument)
     add = parser.add_argument_group("server").add_argument

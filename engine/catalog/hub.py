@@ -35,6 +35,7 @@ SILENCE_S = 10.0  # a longer wait needs someone who is told of it
 
 
 _T = TypeVar("_T")
+_ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 
 
 class DownloadError(ModelFileError):
@@ -246,7 +247,7 @@ def raise_download_error(
         hint = f"Try again later.{kept}"
     else:
         host = f"The hub ({endpoint()})" if on_hub else name
-        reason = printable(" ".join(str(error).split())) or type(error).__name__
+        reason = _ERRNO.sub("", printable(" ".join(str(error).split()))) or type(error).__name__
         message = f"{host} cannot be reached: {reason.rstrip('.')}."
         where = ", or name a mirror with HF_ENDPOINT" if on_hub else " and the address"
         hint = f"Check the network{where}.{kept}"

@@ -307,7 +307,7 @@ def test_the_file_that_is_saved(engines, model, tmp_path, capsys):
     assert bench(capsys, *arguments, "--save", path)[0] == 0
     assert [r.test for r in results.read(path)] == ["pp8"]
     with pytest.raises(UsageError, match="cannot be written"):
-        bench(capsys, *arguments, "--save", tmp_path / "none" / "run.json")
+        bench(capsys, *arguments, "--save", tmp_path)  # a folder
     assert "pp8" in capsys.readouterr().out  # the results are not lost
 
 
@@ -460,6 +460,7 @@ def test_ours_that_fails(engines, model, capsys):
         (["--compare", "vllm"], "llama.cpp"),
         (["--preset", "none-such"], "no preset"),
         (["--against", "/nowhere.json"], "cannot be read"),
+        (["--save", "/nowhere/run.json"], "no folder"),
     ],
 )
 def test_wrong_usage(engines, model, capsys, arguments, message):

@@ -80,6 +80,7 @@ def test_a_bad_key_drops_itself_alone_and_is_named(home):
     ("text", "says"),
     [
         ('colour = "blue"', "colour is left out: there is no such key."),
+        ('[servers.x]\nurl = "y"', "servers.x is left out: there is no table [servers]."),
         (
             'theme = "light"',
             "theme is left out: there is no such key; Ctrl+P in the chat chooses the theme, and it is kept.",
