@@ -430,7 +430,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         "models": "the models on this machine, and those known by name",
         "pull": "download a model, or verify and update it",
         "rm": "delete a downloaded model",
-        "serve": "answer other programs, as OpenAI, Anthropic, Google, Ollama do",
+        "serve": "answer other programs, as OpenAI, Google and Ollama do",
         "show": "what a model's file says, and how fast it could be here",
         "stop": "end engines that --keep-warm has left running",
         "tokenize": "what a model's tokenizer makes of a text",

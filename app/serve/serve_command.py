@@ -142,7 +142,8 @@ def _models(args: Namespace, settings: Settings) -> dict[str, Path]:
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
-    parser = options.Parser("serve", "Answer other programs over HTTP, with the protocols of OpenAI, Anthropic, Google and Ollama.", EPILOG)
+    about = "Answer other programs over HTTP, in the protocols of OpenAI, Anthropic, Google and Ollama."
+    parser = options.Parser("serve", about, EPILOG)
     parser.set_defaults(engine=None)
     options.add_engine(parser.add_argument_group("model").add_argument)
     add = parser.add_argument_group("server").add_argument

@@ -9,7 +9,7 @@ from textual.app import App
 from textual.color import Color
 from textual.filter import LineFilter, Monochrome
 
-_STANDS_OUT = 0.1
+_STANDS_OUT = 0.07
 """A background that is so much brighter or darker than the screen's marks what is chosen. It is shown reversed."""
 
 

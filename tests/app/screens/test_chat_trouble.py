@@ -305,6 +305,11 @@ async def test_without_colour_everything_is_still_said(history, monkeypatch):
         await user.sees("⚠ The engine process died")
         await user.sees("⚠ the engine has stopped")
         colours = set(re.findall(r"#[0-9a-f]{6}", user.app.export_screenshot()))
+        await user.press("ctrl+o")
+        await user.sees("open now")
+        strips = user.app.screen._compositor.render_strips()
+        [chosen] = [strip for strip in strips if "open now" in strip.text]
+        assert all(segment.style.reverse for segment in chosen if "open now" in segment.text)
     # The frame's buttons, and the picture's own colours for text and background.
     assert colours <= {"#ff5f57", "#febc2e", "#28c840", "#c5c8c6", "#292929", "#0c0c0c"}, "no grey either"
 
