@@ -3,7 +3,7 @@ else the built-in one."""
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from app.chat.settings import Settings, last_model, remember, remember_model, remembered
@@ -55,6 +55,14 @@ def model_path(
     if not (nearby or path.exists()) and (address := hub_address(name)):
         hint = f"A model of the Hugging Face hub is {address}."
     raise ModelFileError(what, hint)
+
+
+def model_paths(names: Sequence[str], settings: Settings) -> dict[str, Path]:
+    """The files of the models of --models. A name that is none is refused before one of the others is downloaded.
+    Raises what `model_path` raises."""
+    for name in names:
+        parse(name, settings.names)
+    return {name: model_path(name, settings, option="--models FILE,FILE") for name in names}
 
 
 def models_in(folder: Path) -> list[Path]:

@@ -16,8 +16,7 @@ from msgspec.structs import replace
 from app.chat.configuration import encoder_of
 from app.chat.settings import Settings
 from app.cli import options
-from app.cli.model_file import draft_model, model_path, models_in
-from engine.catalog.names import parse
+from app.cli.model_file import draft_model, model_path, model_paths, models_in
 from engine.errors import UsageError
 from engine.protocol.client import LocalEngine
 from engine.protocol.events import TOKEN_GAP
@@ -134,10 +133,7 @@ def _models(args: Namespace, settings: Settings) -> dict[str, Path]:
         if not paths:
             raise UsageError(f"There is no GGUF file in {folder}.", "Name a folder with models, or models.")
         return paths
-    names = [name for name in args.models.split(",") if name]
-    for name in names:
-        parse(name, settings.names)  # before one of the others is downloaded
-    found = {name: model_path(name, settings, option="--models FILE,FILE") for name in names}
+    found = model_paths([name for name in args.models.split(",") if name], settings)
     return {one_line(path.stem if name.endswith(path.name) else name): path for name, path in found.items()}
 
 
