@@ -83,7 +83,8 @@ class Bodies:
             message = await receive()
             if inflate and inflate.is_needed and message["type"] == "http.request":
                 async with self._inflating:  # one after the other: others are answered between two of them
-                    message = {**message, "body": await inflate(message.get("body", b""))}
+                    is_last = not message.get("more_body", False)
+                    message = {**message, "body": await inflate(message.get("body", b""), is_last=is_last)}
             piece = message.get("body", b"")
             body_bytes += len(piece)
             parts_bytes += sum(n_bytes * piece.count(part) for part, n_bytes in _PART_BYTES.items())
@@ -106,33 +107,53 @@ def is_made(request: Request) -> None:
 
 
 class _Inflate:
-    """Makes of the pieces of a body in a Content-Encoding what was encoded, MAX_BODY_BYTES and one at most."""
+    """Makes of the pieces of a body in a Content-Encoding what was encoded, MAX_BODY_BYTES and one at most. gzip may
+    have several members, one after the other (https://www.rfc-editor.org/rfc/rfc1952#page-5)."""
 
     def __init__(self, encoding: str) -> None:
         self._encoding = encoding.strip().lower()
-        known = self._encoding in ("gzip", "x-gzip", "deflate")
-        self._inflater = zlib.decompressobj(zlib.MAX_WBITS | 32) if known else None  # either header
+        self._is_known = self._encoding in ("gzip", "x-gzip", "deflate")
+        self._inflater = self._next_member()
         self._left = MAX_BODY_BYTES + 1
+        self._taken_bytes = 0  # members may be empty
 
     @property
     def is_needed(self) -> bool:
         return self._encoding not in ("", "identity")
 
-    async def __call__(self, piece: bytes) -> bytes:
-        """Raises ApiError for an encoding that is not known, and for data that is none."""
-        if not self.is_needed:
-            return piece
-        if not self._inflater:
+    async def __call__(self, piece: bytes, *, is_last: bool) -> bytes:
+        """Raises ApiError for an encoding that is not known, and for data that is none, or not whole."""
+        if not self._is_known:
             accepted = {"Accept-Encoding": "gzip, deflate"}
             raise ApiError(415, "A request may be compressed with gzip or deflate.", headers=accepted)
-        if not self._left or self._inflater.eof:
-            return b""
+        self._taken_bytes += len(piece)
+        if self._taken_bytes > MAX_BODY_BYTES:
+            raise _too_long()
         try:
-            plain = await asyncio.to_thread(self._inflater.decompress, piece, self._left)
+            plain = await asyncio.to_thread(self._inflate, piece)
         except zlib.error:
-            raise ApiError(400, f"The request is not valid {self._encoding}.") from None
-        self._left -= len(plain)
+            raise self._invalid() from None
+        if is_last and self._left and not self._inflater.eof:
+            raise self._invalid()
         return plain
+
+    def _inflate(self, piece: bytes) -> bytes:
+        plain = bytearray()
+        while self._left and piece:
+            if self._inflater.eof:
+                self._inflater = self._next_member()
+            made = self._inflater.decompress(piece, self._left)
+            plain += made
+            self._left -= len(made)
+            piece = self._inflater.unused_data
+        return bytes(plain)
+
+    @staticmethod
+    def _next_member() -> "zlib._Decompress":
+        return zlib.decompressobj(zlib.MAX_WBITS | 32)  # either header
+
+    def _invalid(self) -> ApiError:
+        return ApiError(400, f"The request is not valid {self._encoding}.")
 
 
 async def read_body(request: Request) -> bytearray:

@@ -19,9 +19,9 @@ from app.serve.model_pool import ModelPool
 from app.serve.openapi import description_json
 from app.serve.protocols import (
     gemini,
+    interactions,
     llama_state,
     lm_studio,
-    lm_studio_chat,
     mistral,
     models,
     ollama,
@@ -57,15 +57,17 @@ class Endpoints:
         """What answers requests whose bodies are of a `kind`, in a protocol. `in_thread`: `asked` may take long."""
         return lambda request: self._complete(request, kind, asked, in_thread)
 
-    async def respond(self, request: Request) -> Response:
-        owner = _owner(request)
-        asked = lambda body, service: responses.asked(body, service, self._conversations, owner)
-        return await self._complete(request, ResponsesBody, asked, in_thread=True)
+    def remembering(
+        self, kind: type[Any], asked: Callable[[Any, Service, Conversations, str], Asked]
+    ) -> Endpoint:
+        """What answers requests that may go on with an earlier one, which the server remembers."""
 
-    async def lm_studio_chat(self, request: Request) -> Response:
-        owner = _owner(request)
-        asked = lambda body, service: lm_studio_chat.asked(body, service, self._conversations, owner)
-        return await self._complete(request, lm_studio_chat.LmChatBody, asked, in_thread=True)
+        async def endpoint(request: Request) -> Response:
+            owner = _owner(request)
+            known = lambda body, service: asked(body, service, self._conversations, owner)
+            return await self._complete(request, kind, known, in_thread=True)
+
+        return endpoint
 
     async def _complete(
         self,
@@ -155,6 +157,17 @@ class Endpoints:
         raise ApiError(
             400, "Only responses in the background can be cancelled: close the connection of others."
         )
+
+    async def interaction(self, request: Request) -> Response:
+        known = self._conversations.get(request.path_params["id"], _owner(request))
+        if request.query_params.get("stream") == "true":
+            raise ApiError(400, "Only responses in the background can be streamed later.")
+        with_input = request.query_params.get("include_input") == "true"
+        return json_response(interactions.remembered(known, with_input=with_input))
+
+    async def forget_interaction(self, request: Request) -> Response:
+        self._conversations.forget(request.path_params["id"], _owner(request))
+        return json_response({})
 
     async def count_response(self, request: Request) -> Response:
         owner = _owner(request)

@@ -61,6 +61,7 @@ def ollama_form(error: ApiError) -> dict[str, Any]:
 
 # LM Studio's, OpenRouter's
 _LIKE_OPENAI = ("/api/v0/", "/api/v1/chat", "/api/v1/models", "/api/v1/completions")
+_PATHS_OF_GEMINI = ("/v1beta/", "/v1alpha/", "/v1/interactions")
 _OF_GEMINI = re.compile(r"\w+(Content|Contents|Tokens)")
 """The end of a path of a model, after the last colon."""
 _GEMINI_KINDS = {
@@ -92,7 +93,7 @@ def form_of(path: str) -> Form:
     if path.startswith("/api/") and not path.startswith(_LIKE_OPENAI):
         return ollama_form
     model, _, method = path.rpartition(":")
-    if path.startswith(("/v1beta/", "/v1alpha/")) or ("/models/" in model and _OF_GEMINI.fullmatch(method)):
+    if path.startswith(_PATHS_OF_GEMINI) or ("/models/" in model and _OF_GEMINI.fullmatch(method)):
         return gemini_form
     return anthropic_form if "/messages" in path else openai_form
 

@@ -26,15 +26,19 @@ from app.serve.protocols import (
     elsewhere,
     embeddings,
     gemini,
+    interactions,
     kobold,
     llama,
     llama_state,
     lm_studio,
+    lm_studio_chat,
     mistral,
     ollama,
+    responses,
     tabby,
     tgi,
 )
+from app.serve.protocols.response_body import ResponsesBody
 from app.serve.protocols.tokens import DetokenizeBody, TokenizeBody, detokenized, tokenized, tokenizer_info
 from app.serve.service import CLIENT_GONE, Service
 from engine.errors import OrinError, UsageError
@@ -100,7 +104,7 @@ def _with_and_without_v1(endpoints: Endpoints) -> list[Entry]:
         ("POST", "/fim/completions", endpoints.completing(mistral.FimBody, mistral.asked, True)),
         ("POST", "/messages", endpoints.completing(anthropic.MessagesBody, anthropic.asked)),
         ("POST", "/messages/count_tokens", endpoints.computing(anthropic.CountBody, anthropic.counted)),
-        ("POST", "/responses", endpoints.respond),
+        ("POST", "/responses", endpoints.remembering(ResponsesBody, responses.asked)),
         ("POST", "/responses/input_tokens", endpoints.count_response),
         ("GET", "/responses/{id}", endpoints.response),
         ("DELETE", "/responses/{id}", endpoints.forget_response),
@@ -165,11 +169,21 @@ def _as_they_are(endpoints: Endpoints) -> list[Entry]:
         ("GET", "/api/v0/models", endpoints.lm_studio_models),
         ("GET", "/api/v0/models/{id:path}", endpoints.lm_studio_model),
         ("GET", "/api/v1/models", endpoints.newer_lm_studio_models),
-        ("POST", "/api/v1/chat", endpoints.lm_studio_chat),
+        ("POST", "/api/v1/chat", endpoints.remembering(lm_studio_chat.LmChatBody, lm_studio_chat.asked)),
         ("POST", "/api/v1/models/load", endpoints.computing(lm_studio.LoadBody, lm_studio.loaded)),
         ("POST", "/v1/events", endpoints.telling(tabby.unheard)),
         ("GET", "/v1beta/server_setting", endpoints.telling(tabby.settings)),
         *((method, path, endpoints.unmanaged) for method, path in ollama.UNMANAGED),
+        *(
+            (method, f"/{version}/interactions{rest}", endpoint)
+            for version in ("v1", *gemini.VERSIONS)
+            for method, rest, endpoint in (
+                ("POST", "", endpoints.remembering(interactions.InteractionBody, interactions.asked)),
+                ("GET", "/{id}", endpoints.interaction),
+                ("DELETE", "/{id}", endpoints.forget_interaction),
+                ("POST", "/{id}/cancel", endpoints.cancel_response),
+            )
+        ),
         *(
             (method, f"/{version}/models{rest}", endpoint)
             for version in gemini.VERSIONS

@@ -149,6 +149,20 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "model": "tiny", "system_prompt": "Be brief.", "reasoning": "low", "store": True, "max_output_tokens": 9,
         "input": [{"type": "message", "content": "Hello"}, {"type": "image", "data_url": _URL}], "top_k": 3,
     },
+    "/v1beta/interactions": {
+        "model": "tiny", "system_instruction": "Be brief.", "previous_interaction_id": "v1_x", "labels": {"a": "b"},
+        "input": [
+            {"type": "user_input", "content": [{"type": "text", "text": "Hello"}, {"type": "image", "data": _PNG}]},
+            {"type": "thought", "signature": "SG0="}, {"type": "model_output", "content": "Yes?"},
+            {"type": "function_call", "id": "a", "name": "get_weather", "arguments": {"city": "Oslo"}},
+            {"type": "function_result", "call_id": "a", "name": "get_weather", "result": {"a": "rain"}},
+        ],
+        "tools": [{"type": "function", **_TOOL}], "response_format": {"type": "text", "schema": _SCHEMA},
+        "generation_config": {
+            "seed": 1, "stop_sequences": ["."], "max_output_tokens": 9, "thinking_level": "low",
+            "thinking_summaries": "auto", "tool_choice": {"allowed_tools": {"mode": "any", "tools": ["get_weather"]}},
+        },
+    },
     "/api/v1/models/load": {"model": "tiny"},
     "/api/show": {"model": "tiny", "verbose": True},
     "/detokenize": {"tokens": [5, 6]},

@@ -15,7 +15,6 @@ _SENTENCES = {
     "fine_tuning": "This server trains no models.",
     "tunedModels": "This server trains no models.",
     "cachedContents": "This server keeps what prompts share by itself: send the contents.",
-    "interactions": "This server has no interactions: send generateContent the whole conversation.",
     "agents": "This server runs no agents: they run where you are, and ask it for answers.",
     "sessions": "This server runs no agents: they run where you are, and ask it for answers.",
     "environments": "This server runs no agents: they run where you are, and ask it for answers.",

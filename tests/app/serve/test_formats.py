@@ -109,7 +109,12 @@ async def test_numbers_may_have_a_fraction_of_zero(served):
 
 @pytest.mark.parametrize(
     "encoding, encoded",
-    [("gzip", gzip.compress), ("deflate", zlib.compress), ("", lambda data: b"\xef\xbb\xbf" + data)],
+    [
+        ("gzip", gzip.compress),
+        ("gzip", lambda data: b"".join(map(gzip.compress, (data[:9], b"", data[9:])))),
+        ("deflate", zlib.compress),
+        ("", lambda data: b"\xef\xbb\xbf" + data),
+    ],
 )
 async def test_bodies_that_are_compressed_or_marked(served, encoding, encoded):
     client, _ = served(FakeEngine(reply("Good day.")))
@@ -128,7 +133,15 @@ async def test_compressed_bodies_are_bounded(served, monkeypatch):
     monkeypatch.setattr(bodies, "MAX_HELD_BYTES", 1 << 20)
     client, _ = served()
     assert (await client.post(CHAT, **bomb)).status_code == 503
-    for encoding, data, status in (("gzip", b"{}", 400), ("br", b"{}", 415), ("gzip, gzip", b"{}", 415)):
+    whole = gzip.compress(json.dumps(HELLO).encode())
+    for encoding, data, status in (
+        ("gzip", whole[:-1], 400),
+        ("gzip", whole + b"{}", 400),
+        ("gzip", gzip.compress(b"") * (bodies.MAX_BODY_BYTES // 20 + 1), 413),
+        ("gzip", b"{}", 400),
+        ("br", b"{}", 415),
+        ("gzip, gzip", b"{}", 415),
+    ):
         response = await client.post(CHAT, content=data, headers={"Content-Encoding": encoding})
         assert response.status_code == status and error(response)["message"]
     assert response.headers["accept-encoding"] == "gzip, deflate"
