@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tools.guide.facts import PRONOUNS, Fact, Knowledge
 from tools.guide.sources import IN_LINE_MODE
+from tools.guide.starting import Starting
 from tools.guide.template import Message
 from tools.guide.wording import gist, normalized
 
@@ -16,7 +17,7 @@ QUESTION_COUNTS = ((1, 40), (2, 20), (3, 14), (4, 8), (6, 8), (9, 6), (14, 3), (
 """(questions in a conversation, weight of this count). The longest fill the context."""
 STANDALONE_WEIGHTS = {
     "fact": 62, "first": 22, "topic": 11, "calculate": 2, "live": 3, "write": 4, "talk": 14, "unclear": 2,
-    "dangling": 2, "name": 9, "file": 4,
+    "dangling": 2, "name": 9, "file": 4, "start": 15,
 }  # fmt: skip
 FOLLOW_UP_CHANCE = 0.5
 """The share of questions that follow up on the previous answer."""
@@ -39,13 +40,14 @@ def _project_files() -> list[tuple[str, list[str]]]:
 
 class _FollowUp(NamedTuple):
     """One kind of follow-up question: its wordings (`patterns` with `slots`), its answer, and the fact that becomes
-    the subject (None: the subject stays). `weight` is relative to the other kinds."""
+    the subject (None: the subject stays). `weight` is relative to other kinds. `model` is the name in the answer."""
 
     patterns: Sequence[str]
     slots: Mapping[str, Sequence[str]]
     answer: str
     fact: Fact | None
     weight: float
+    model: str = ""
 
 
 class Conversations:
@@ -55,7 +57,8 @@ class Conversations:
     def __init__(self, knowledge: Knowledge, rng: random.Random, excluded: Collection[str] = ()) -> None:
         self._knowledge, self._rng = knowledge, rng
         self._subject: Fact | None = None
-        self._last_answer, self._user_name = "", ""
+        self._last_answer, self._user_name, self._model = "", "", ""
+        self._starting = Starting(knowledge)
         self._stop_words = frozenset(knowledge.grammar["noise"]["dropped"])
         self._excluded = {normalized(question) for question in excluded}
         self._gists = {gist(question, self._stop_words) for question in excluded} - {""}
@@ -71,7 +74,8 @@ class Conversations:
             if fact.slots.get("name") or fact.aspect in ("exit", "press"):
                 self._by_aspect.setdefault(fact.aspect, []).append(fact)
         self._entries_after = {
-            fact.id: [entry for entry in knowledge.follow if entry.follows(fact)] for fact in known
+            fact.id: [entry for entry in knowledge.follow if entry.follows(fact)]
+            for fact in knowledge.facts.values()
         }
         self._first = [(name, lines) for name, lines in knowledge.first.items() if name in knowledge.facts]
         self._first_weights = [len(lines) ** 0.5 for _, lines in self._first]
@@ -82,7 +86,7 @@ class Conversations:
         rng = self._rng
         count = rng.choices([n for n, _ in QUESTION_COUNTS], [weight for _, weight in QUESTION_COUNTS])[0]
         messages = [Message("system", rng.choice(self._grammar["system"]))] if rng.random() < 0.06 else []
-        self._subject, self._last_answer, self._user_name = None, "", ""
+        self._subject, self._last_answer, self._user_name, self._model = None, "", "", ""
         for _ in range(count if count < 4 else count + rng.randrange(3)):
             question, answer = self._turn()
             messages += [Message("user", question), Message("assistant", answer)]
@@ -91,7 +95,7 @@ class Conversations:
 
     def single(self) -> list[Message]:
         """One question that needs no context, and its answer."""
-        self._subject, self._last_answer, self._user_name = None, "", ""
+        self._subject, self._last_answer, self._user_name, self._model = None, "", "", ""
         while True:
             question, answer = self._standalone()
             if self._is_allowed(question):
@@ -126,6 +130,10 @@ class Conversations:
             return self._question_about(rng.choice(self._talk), plain=rng.random() < 0.7)
         if kind == "name":
             return self._name_turn()
+        if kind == "start":
+            started = self._starting.turn(rng)
+            self._subject, self._model = started.fact, started.model
+            return started.question, started.answer
         if kind == "file":
             self._subject = facts["unknown.file"]
             return self._file(), self._subject.answer
@@ -239,9 +247,12 @@ class Conversations:
     def _follow_up_question(self, follow_ups: Sequence[_FollowUp]) -> tuple[str, str]:
         rng = self._rng
         chosen = rng.choices(follow_ups, [kind.weight for kind in follow_ups])[0]
-        question = self._wording.phrase(rng.choice(chosen.patterns), rng, chosen.slots)
         if chosen.fact is not None:
             self._subject = chosen.fact
+        if chosen.model:
+            self._model = chosen.model
+            return chosen.patterns[0], chosen.answer
+        question = self._wording.phrase(rng.choice(chosen.patterns), rng, chosen.slots)
         return self._wording.typed(question, rng, plain=rng.random() < 0.8), chosen.answer
 
     def _follow_ups(self, fact: Fact) -> list[_FollowUp]:
@@ -261,6 +272,8 @@ class Conversations:
         kinds += self._undo(fact)
         if fact.subject.startswith("command.") and (key := facts.get(f"key.{self._key_of(fact)}.press")):
             kinds.append(_FollowUp(follow["press"], {}, key.answer, key, 1.0))
+        for started in self._starting.after(fact, self._model, self._rng):
+            kinds.append(_FollowUp((started.question,), {}, started.answer, started.fact, 2.0, started.model))
         for entry in self._entries_after.get(fact.id, ()):
             kinds.append(_FollowUp(entry.patterns, {}, entry.to.answer, entry.to, 2.0))
         return kinds

@@ -17,7 +17,7 @@ from tools.guide.shape import SHAPE
 from tools.guide.wording import Wording
 
 KNOWLEDGE = Path(__file__).parent / "knowledge"
-FIRST_DAY = ("day.txt", "first.txt", "minutes.txt")
+FIRST_DAY = ("day.txt", "first.txt", "minutes.txt", "again.txt")
 """Files of asked/ with what somebody asks on a first day: it comes more often."""
 _TOPIC_OF_TABLE = {"key": "keys", "command": "commands", "exit": "exit codes", "program": "commands"}
 PRONOUNS = ("it", "that", "this", "it", "that one")
@@ -77,7 +77,8 @@ class Follow:
 @dataclass(frozen=True)
 class Knowledge:
     """All facts by id, and how questions are worded. `pairs` maps a subject to a related one, `grammar` is
-    grammar.toml, and `follow` leads from one fact to another. `snapshot` holds the texts that the guide must say of the
+    grammar.toml, and `follow` leads from one fact to another. `starting` has the ways to ask for a model, `families` the
+    names of each family of models, by its subject. `snapshot` holds the texts that the guide must say of the
     program. `unused` are phrases for things that the program does not have. `first` maps the id of a fact to questions
     of a first day."""
 
@@ -85,6 +86,8 @@ class Knowledge:
     pairs: Mapping[str, str]
     grammar: Mapping[str, Any]
     follow: Sequence[Follow]
+    starting: Mapping[str, Any]
+    families: Mapping[str, Sequence[str]]
     snapshot: Mapping[str, Sequence[str]]
     unused: Sequence[str]
     first: Mapping[str, Sequence[str]]
@@ -99,6 +102,7 @@ def load() -> Knowledge:
     phrases = {"key": read.pop("keys"), "command": read.pop("commands"), "program": read.pop("programs")}
     option_phrases = read.pop("options")
     types: dict[str, Any] = read["quantization"].pop("types")
+    starting: dict[str, Any] = read["starting"]["starting"].pop("ask")
     compare: dict[str, Any] = {}
     subjects: dict[str, dict[str, Any]] = {name: dict(table) for name, table in option_phrases.items()}
     topics = dict.fromkeys(option_phrases, "options")
@@ -145,6 +149,10 @@ def load() -> Knowledge:
             Follow(entry["after"], entry["ask"], _find(builder.facts, entry["to"]))
             for entry in follow["follow"]
         ],
+        starting=starting,
+        families={
+            name: table["names"] for name, table in subjects.items() if table.get("what", {}).get("family")
+        },
         snapshot=sources.snapshot(from_tables),
         unused=(
             *(f"{kind} {name}" for kind, left in phrases.items() for name in left),

@@ -93,7 +93,7 @@ class Wording:
             elif style < 0.75:
                 text = self._fillers(text, rng)
             if rng.random() < 0.13:
-                text = _typo(text, rng)
+                text = typo(text, rng)
         if rng.random() < 0.2:
             for word in _CONTRACTED:
                 text = text.replace(f"{word} is", f"{word}'s")
@@ -154,7 +154,7 @@ def _tidy(text: str) -> str:
     return re.sub(r" ([,.?!:])", r"\1", text).removesuffix(",")
 
 
-def _typo(text: str, rng: random.Random) -> str:
+def typo(text: str, rng: random.Random) -> str:
     """One or two typing errors, in words of at least four letters."""
     for _ in range(rng.choice((1, 1, 1, 2))):
         words = [match for match in _WORD.finditer(text) if len(match[0]) >= 4]

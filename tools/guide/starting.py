@@ -1,0 +1,222 @@
+"""Questions how a model is started, whose answers repeat its name.
+
+Names are those of the catalog, as people write them, and names that nobody has: of models, files and repositories. The
+guide has to copy these, so hardly one of them comes twice.
+"""
+
+import math
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from engine.catalog.names import known_models
+from tools.guide.facts import Fact, Knowledge
+from tools.guide.wording import normalized, typo
+
+_NAME = "\ue000"
+"""Stands for the name while the words around it are varied: the name itself must stay as it is."""
+_KINDS = {"known": 60, "other": 12, "file": 12, "hub": 16, "family": 8}
+"""The weight of each kind of name; `family`: one that starts nothing by itself, and is answered as a family."""
+_USUAL = 4.0
+"""Of a family without a size, the model nearest to so many billion weights is meant."""
+
+
+class Started(NamedTuple):
+    """A question, the answer, the fact behind it, and the model's name, as orin-chat takes it."""
+
+    question: str
+    answer: str
+    fact: Fact
+    model: str
+
+
+class Starting:
+    """Draws questions how a model is started, and those that follow them."""
+
+    def __init__(self, knowledge: Knowledge) -> None:
+        self._facts, self._wording = knowledge.facts, knowledge.wording
+        self._ask: Mapping[str, Any] = knowledge.starting
+        self._syllable: str = knowledge.grammar["name"]["syllable"]
+        self._models = [model.name for model in known_models() if model.chats]
+        self._families = {
+            base: self._nearest(base) for base in sorted({_base(name) for name in self._models})
+        }
+        meant: Mapping[str, Sequence[str]] = knowledge.starting["meant"]
+        self._families |= {name: model for model, names in meant.items() for name in names}
+        self._of_subject: dict[str, str] = {}
+        self._without: list[tuple[str, Fact]] = []  # names of families that start no model
+        for subject, names in knowledge.families.items():
+            for name in names:
+                if model := self._families.get(name) or self._nearest(name):
+                    self._families[name] = model
+                    self._of_subject.setdefault(subject, model)
+                else:
+                    self._without.append((name, knowledge.facts[f"{subject}.what"]))
+        self._told_of = {normalized(name) for names in knowledge.families.values() for name in names}
+
+    def turn(self, rng: random.Random) -> Started:
+        """A question that needs no context."""
+        kind = rng.choices(list(_KINDS), list(_KINDS.values()))[0]
+        names = {"known": self._known, "other": self._other, "file": self._file, "hub": self._on_hub}
+        if kind == "family":
+            written, fact = rng.choice(self._without)
+            question = self._question(rng.choice(self._ask["known"]), written, rng)
+            return Started(question, fact.answer, fact, "")
+        model, written = names[kind](rng)
+        return self._started(kind, rng.choice(self._patterns(kind, written, rng)), model, written, rng)
+
+    def after(self, fact: Fact, model: str, rng: random.Random) -> list[Started]:
+        """Questions that follow an answer with the name `model`, or one about a family of models."""
+        follow: list[Started] = []
+        if fact.subject == "starting" and model:
+            other, written = self._known(rng)
+            follow.append(self._started("known", rng.choice(self._ask["another"]), other, written, rng))
+            base, _, size = model.partition(":")
+            if size and "/" not in model:
+                kind = "known" if model in self._models else "other"
+                sizes = [name.partition(":")[2] for name in self._models if name.startswith(f"{base}:")]
+                sizes = [other for other in sizes if other != size] if kind == "known" else [self._size(rng)]
+                if sizes:
+                    size = rng.choice(sizes)
+                    pattern = rng.choice(self._ask["size"]).replace("{size}", "{model}")
+                    written = _sized(size, rng)
+                    follow.append(self._started(kind, pattern, f"{base}:{size}", written, rng))
+        elif meant := self._of_subject.get(fact.subject):
+            follow.append(self._started("known", rng.choice(self._ask["it"]), meant, "", rng))
+        return follow
+
+    def _started(self, kind: str, pattern: str, model: str, written: str, rng: random.Random) -> Started:
+        fact = self._facts[f"starting.{kind}"]
+        answer = fact.answer.replace("{model}", model)
+        return Started(self._question(pattern, written, rng), answer, fact, model)
+
+    def _question(self, pattern: str, written: str, rng: random.Random) -> str:
+        asked = self._wording.phrase(pattern, rng, {"model": (_NAME,)})
+        return self._wording.typed(asked, rng, plain=rng.random() < 0.4).replace(_NAME, written)
+
+    def _patterns(self, kind: str, written: str, rng: random.Random) -> Sequence[str]:
+        chance = rng.random()
+        if kind in ("file", "hub") and chance < 0.3:
+            return self._held()
+        if chance < 0.4:
+            tongues: Sequence[str] = self._ask["tongues"]
+            return tongues
+        if chance < 0.5 and kind != "file":
+            of_ollama: Sequence[str] = self._ask["of_ollama"]
+            return of_ollama
+        is_bare = kind == "hub" or (kind == "other" and ":" in written)
+        is_bare |= (
+            kind == "known" and any(c.isdigit() for c in written) and normalized(written) not in self._told_of
+        )
+        asked: Sequence[str] = self._ask["bare" if is_bare and chance < 0.6 else "known"]
+        return asked
+
+    def _held(self) -> Sequence[str]:
+        held: Sequence[str] = self._ask["held"]
+        return held
+
+    def _nearest(self, written: str) -> str:
+        """The model of this name or, of a family with this name, the one whose size is nearest to the usual; "" if
+        there is none. It does not matter how the name is written."""
+        wanted = _parts(written)
+        same = [name for name in self._models if _parts(name) == wanted]
+        of_family = [name for name in self._models if _parts(_base(name)) == wanted]
+        return min(same or of_family, key=_distance, default="")
+
+    # --- names, each with the way in which somebody writes it -----------------------------------------------
+
+    def _known(self, rng: random.Random) -> tuple[str, str]:
+        if rng.random() < 0.25:
+            written, model = rng.choice(list(self._families.items()))
+            written = written if rng.random() < 0.5 else written.lower()
+            return model, typo(written, rng) if rng.random() < 0.08 else written
+        model = rng.choice(self._models)
+        written = spelled(model, rng)
+        return model, typo(written, rng) if rng.random() < 0.08 else written
+
+    def _other(self, rng: random.Random) -> tuple[str, str]:
+        base = self._drawn("makers", rng) if rng.random() < 0.35 else self._word(rng)
+        if rng.random() < 0.3:
+            base += rng.choice(
+                ("2", "3", "1.5", "4", "-chat", "-mini", "-coder", "-instruct", "-v2", "2.5", "-r1")
+            )
+        size = self._size(rng)
+        return f"{base}:{size}", f"{base}{rng.choice((':', ':', ':', ' '))}{size}"
+
+    def _file(self, rng: random.Random) -> tuple[str, str]:
+        name = self._drawn("files", rng)
+        if rng.random() < 0.5:
+            name += rng.choice((".", "-", "-", "_")) + self._drawn("quantizations", rng)
+        name = name if rng.random() < 0.5 else name.lower()
+        path = f"{self._drawn('folders', rng)}{name}.gguf"
+        return path, path
+
+    def _on_hub(self, rng: random.Random) -> tuple[str, str]:
+        user = self._drawn("users", rng) if rng.random() < 0.5 else self._word(rng)
+        name = self._drawn("repositories", rng)
+        name = name if rng.random() < 0.8 else name.lower()
+        repository = f"{user}/{name}" + rng.choice(("-GGUF", "-GGUF", "-GGUF", "-gguf", ""))
+        if rng.random() < 0.25:
+            repository += f":{self._drawn('quantizations', rng)}"
+        before = ("", "", "hf.co/", "hf.co/", "huggingface.co/", "https://huggingface.co/", "https://hf.co/")
+        return f"hf.co/{repository}", rng.choice(before) + repository
+
+    def _drawn(self, key: str, rng: random.Random) -> str:
+        def filled(match: re.Match[str]) -> str:
+            if match[1] == "digit":
+                return str(rng.randrange(1, 6))
+            if match[1] == "number":
+                return str(
+                    rng.choice((1, 2, 3, 4, 7, 8, 9, 12, 13, 14, 24, 27, 32, 70, rng.randrange(1, 400)))
+                )
+            return self._word(rng)
+
+        return re.sub(r"\{(\w+)\}", filled, rng.choice(self._ask[key].split("|")))
+
+    def _word(self, rng: random.Random) -> str:
+        syllables = (self._wording.phrase(self._syllable, rng) for _ in range(rng.choice((1, 2, 2, 3))))
+        word = "".join(syllables)
+        return word.capitalize() if rng.random() < 0.2 else word
+
+    def _size(self, rng: random.Random) -> str:
+        size: str = rng.choice(self._ask["sizes"].split("|"))
+        return size if rng.random() < 0.7 else f"{rng.randrange(1, 100)}b"
+
+
+def _base(name: str) -> str:
+    return name.partition(":")[0]
+
+
+def _distance(name: str) -> float:
+    """How far the size of a model is from the usual."""
+    size = re.match(r"[a-z]*([\d.]+)(m?)", name.partition(":")[2])
+    billions = float(size[1]) / (1000 if size[2] else 1) if size else _USUAL
+    return abs(math.log(billions / _USUAL))
+
+
+def _parts(name: str) -> list[str]:
+    return re.findall(r"[a-z]+|[\d.]+", name.lower())
+
+
+def spelled(model: str, rng: random.Random) -> str:
+    """A name of the catalog as somebody may write it: qwen3:4b, qwen3 4b, Qwen 3 4B, qwen3-4b."""
+    base, _, size = model.partition(":")
+    if rng.random() < 0.35:
+        return model
+    if rng.random() < 0.4:  # qwen 3, llama-3.2
+        base = re.sub(r"(?<=[a-z])(?=\d)", rng.choice((" ", " ", "-")), base, count=1)
+    if rng.random() < 0.4:
+        base = base.replace("-", " ")
+    if rng.random() < 0.25:
+        base = base.title()
+    if not size:
+        return base
+    return base + rng.choice((" ", " ", " ", ":", "-", " in ")) + _sized(size, rng)
+
+
+def _sized(size: str, rng: random.Random) -> str:
+    """30b-a3b -> 30b; 4b -> 4B."""
+    short = size.partition("-a")[0] if rng.random() < 0.5 else size
+    short = short.replace("-", rng.choice("- "))
+    return short.upper() if rng.random() < 0.2 and short[0].isdigit() else short
