@@ -77,9 +77,9 @@ class Follow:
 @dataclass(frozen=True)
 class Knowledge:
     """All facts by id, and how questions are worded. `pairs` maps a subject to a related one, `grammar` is
-    grammar.toml, and `follow` leads from one fact to another. `starting` has the ways to ask for a model, `families` the
-    names of each family of models, by its subject. `snapshot` holds the texts that the guide must say of the
-    program. `unused` are phrases for things that the program does not have. `first` maps the id of a fact to questions
+    grammar.toml, and `follow` leads from one fact to another. `starting` has the ways to ask for a model, and
+    `families` the names of each family of models, by its subject. `snapshot` holds the texts that the guide must say of
+    the program. `unused` are phrases for things that the program lacks. `first` maps the id of a fact to questions
     of a first day."""
 
     facts: Mapping[str, Fact]
