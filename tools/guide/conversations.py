@@ -273,7 +273,7 @@ class Conversations:
         if fact.subject.startswith("command.") and (key := facts.get(f"key.{self._key_of(fact)}.press")):
             kinds.append(_FollowUp(follow["press"], {}, key.answer, key, 1.0))
         for started in self._starting.after(fact, self._model, self._rng):
-            kinds.append(_FollowUp((started.question,), {}, started.answer, started.fact, 2.0, started.model))
+            kinds.append(_FollowUp((started.question,), {}, started.answer, started.fact, 6.0, started.model))
         for entry in self._entries_after.get(fact.id, ()):
             kinds.append(_FollowUp(entry.patterns, {}, entry.to.answer, entry.to, 2.0))
         return kinds
