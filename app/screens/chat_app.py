@@ -26,7 +26,6 @@ from app.cli.left_threads import leave_threads
 from app.screens import garbage
 from app.screens.actions import ACTIONS, key_label
 from app.screens.chat_column import TINY_WIDTH, ChatColumn
-from app.screens.chats import ChatsScreen
 from app.screens.context_actions import WAYS, ContextActions
 from app.screens.copying import Copying
 from app.screens.dashboard import Dashboard
@@ -34,14 +33,15 @@ from app.screens.drawn_pictures import DrawnPictures
 from app.screens.engine_setup import EngineSetup
 from app.screens.file_actions import FileActions
 from app.screens.frame_pacer import TICK_S, FramePacer
-from app.screens.help import HelpScreen
 from app.screens.leaving import Leaving
+from app.screens.pages.chats import ChatsScreen
+from app.screens.pages.help import HelpScreen
+from app.screens.pages.system_prompt import Instructions, SystemScreen
 from app.screens.palette import Commands, Palette
 from app.screens.place_actions import PlaceActions
 from app.screens.replaced_files import ReplacedFiles
 from app.screens.resuming import Resuming
 from app.screens.slash_commands import SlashCommands
-from app.screens.system_prompt import Instructions, SystemScreen
 from app.screens.tool_actions import ToolActions
 from engine.errors import OrinError
 from engine.protocol.client import Engine

@@ -19,7 +19,7 @@ from app.comparison.comparison_engine import ComparisonEngine
 from app.screens.chat_column import ChatColumn
 from app.screens.dashboard import Dashboard
 from app.screens.engine_setup import EngineSetup
-from app.screens.presets import PresetsScreen
+from app.screens.pages.presets import PresetsScreen
 from engine.errors import OrinError, UsageError
 from engine.protocol.client import Engine
 from engine.protocol.events import Chat, Effort
@@ -94,7 +94,7 @@ class EngineActions(App[None]):
         if (setup := self.setup) is None:
             self.column.notice("This engine has no other models")
             return
-        from app.screens.models import ModelsScreen  # imports numpy
+        from app.screens.pages.models import ModelsScreen  # imports numpy
 
         backend = setup.options.backend
         screen = ModelsScreen(
@@ -108,7 +108,7 @@ class EngineActions(App[None]):
     @work(group="model", exclusive=True)
     async def model_named(self, name: str) -> None:
         """Goes over to the model `name` if that is here and usable; else opens the page of models with a search."""
-        from app.screens.models import usable_model  # imports numpy
+        from app.screens.pages.models import usable_model  # imports numpy
 
         if (setup := self.setup) is not None:
             model = await asyncio.to_thread(usable_model, name, setup.models, setup.options.backend)

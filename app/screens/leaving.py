@@ -4,8 +4,8 @@ import time
 
 from textual import on
 
-from app.screens.edit_page import EditPage
 from app.screens.engine_actions import EngineActions
+from app.screens.pages.edit_page import EditPage
 from widgets.chat.prompt import Prompt
 
 AGAIN_S = 3.0

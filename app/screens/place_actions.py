@@ -3,8 +3,8 @@
 from textual import work
 
 from app.chat.history import History
-from app.screens.earlier_prompts import EarlierPromptsScreen
 from app.screens.engine_actions import EngineActions
+from app.screens.pages.earlier_prompts import EarlierPromptsScreen
 
 
 class PlaceActions(EngineActions):

@@ -17,7 +17,7 @@ from msgspec import msgpack
 from app.chat.conversation import Conversation, past_chat
 from app.chat.export import to_markdown
 from app.chat.history import History
-from app.screens.chats import time_label
+from app.screens.pages.chats import time_label
 from engine.errors import OrinError
 from engine.protocol.events import Message
 from tests.soak.counts import Counts

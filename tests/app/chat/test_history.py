@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from app.chat import history_database
 from app.chat.history import History
 from app.chat.history_database import MIGRATIONS, HistoryError
-from app.screens.chats import time_label
+from app.screens.pages.chats import time_label
 from engine.protocol.events import Message
 from tests.thorough import THOROUGH
 

@@ -12,8 +12,8 @@ from textual.widgets import Input
 
 from app.chat.history import History
 from app.screens.chat_app import ChatApp
-from app.screens.chats import PAGE, ChatsScreen
-from app.screens.help import HelpScreen
+from app.screens.pages.chats import PAGE, ChatsScreen
+from app.screens.pages.help import HelpScreen
 from engine.protocol.events import Loading, Message, Prefilling, Sampling, Token
 from tests.app.driver import chat, stored
 from tests.app.fake_engine import DIED, MODEL, READY, STARTED, FakeEngine, reply, tokens
@@ -568,7 +568,7 @@ def fill(history: History) -> tuple[int, int]:
 
 async def test_a_past_chat_is_found_and_gone_on_with(history, monkeypatch):
     sea, _ = fill(history)
-    monkeypatch.setattr("app.screens.list_page.SLOW_S", -1)  # searches wait for a pause in typing
+    monkeypatch.setattr("app.screens.pages.list_page.SLOW_S", -1)  # searches wait for a pause in typing
     async with chat(FakeEngine(reply("More.")), history) as user:
         await user.press("ctrl+o")
         await user.sees("Use [b]yeast[/b].")

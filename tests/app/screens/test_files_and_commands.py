@@ -11,8 +11,8 @@ from textual.events import Key
 
 from app.chat import files
 from app.screens import chat_app
-from app.screens.chats import ChatsScreen
-from app.screens.help import HelpScreen
+from app.screens.pages.chats import ChatsScreen
+from app.screens.pages.help import HelpScreen
 from app.screens.typing_help import TypingHelp
 from engine.protocol.events import Message
 from tests.app.driver import chat

@@ -7,8 +7,8 @@ from unittest import mock
 
 from textual.widgets import Input, TextArea
 
-from app.screens.chats import ChatsScreen
-from app.screens.preset_editor import PresetEditor
+from app.screens.pages.chats import ChatsScreen
+from app.screens.pages.preset_editor import PresetEditor
 from engine.protocol.events import Message
 from tests.app.driver import chat
 from tests.app.fake_engine import FakeEngine, reply

@@ -8,7 +8,7 @@ from textual.app import App
 from textual.widgets import Input, TextArea
 
 from app.chat.history import History
-from app.screens.models import ModelsScreen
+from app.screens.pages.models import ModelsScreen
 from app.serve.activity import Activity
 from app.serve.serve_app import ServeApp
 from app.serve.service import Service

@@ -5,9 +5,9 @@ from msgspec.structs import replace
 
 from app.chat import model_list
 from app.chat.settings import Settings, last_model
-from app.screens import models as screen_module
 from app.screens.engine_setup import EngineSetup
-from app.screens.models import ModelsScreen
+from app.screens.pages import models as screen_module
+from app.screens.pages.models import ModelsScreen
 from engine.catalog.downloads import download
 from engine.catalog.names import KnownModel, parse
 from engine.formats.prompt import tokens_in

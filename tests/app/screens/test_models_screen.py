@@ -8,8 +8,8 @@ from textual.app import App
 from textual.widgets import Input, Static
 
 from app.chat import speed_history
-from app.screens import models as screen_module
-from app.screens.models import ModelsScreen
+from app.screens.pages import models as screen_module
+from app.screens.pages.models import ModelsScreen
 from engine.catalog import cache
 from engine.catalog.downloads import download
 from engine.catalog.names import KnownModel, parse

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from app.chat.history import History
-from app.screens.chats import ChatsScreen
-from app.screens.earlier_prompts import EarlierPromptsScreen
+from app.screens.pages.chats import ChatsScreen
+from app.screens.pages.earlier_prompts import EarlierPromptsScreen
 from engine.protocol.events import Message
 from tests.app.driver import chat
 from tests.app.fake_engine import FakeEngine, reply

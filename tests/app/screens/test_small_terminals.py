@@ -6,8 +6,8 @@ import pytest
 from textual.events import Key
 
 from app.chat.history import History
-from app.screens.chats import ChatsScreen
 from app.screens.engine_setup import EngineSetup
+from app.screens.pages.chats import ChatsScreen
 from engine.protocol.events import EngineOptions
 from tests.app.driver import chat, stored
 from tests.app.fake_engine import FakeEngine, reply

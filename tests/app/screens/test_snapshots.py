@@ -33,6 +33,6 @@ ALIKE = (
 
 @pytest.mark.parametrize("name", [rarely(name) if name in ALIKE else name for name in SCENES])
 def test_it_looks_as_it_did(name, snap_compare, monkeypatch):
-    monkeypatch.setattr("app.screens.chats.time.time", NOW.timestamp)
+    monkeypatch.setattr("app.screens.pages.chats.time.time", NOW.timestamp)
     scene = SCENES[name]
     assert snap_compare(scene.app(), terminal_size=scene.size, run_before=scene.play)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from textual.content import Content
 
-from app.screens.list_page import ListPage
+from app.screens.pages.list_page import ListPage
 from widgets.text import clean
 
 

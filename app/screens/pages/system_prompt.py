@@ -6,7 +6,7 @@ from textual.app import ComposeResult
 from textual.content import Content
 from textual.widgets import Select, TextArea
 
-from app.screens.edit_page import EditPage
+from app.screens.pages.edit_page import EditPage
 from engine.protocol.events import Effort
 from widgets.page import Frame
 from widgets.terminal.ordered_input import OrderedTextArea

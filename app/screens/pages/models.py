@@ -12,7 +12,7 @@ from textual.widgets import Static
 
 from app.chat.download import Download, progress_text
 from app.chat.model_list import Entry, delete_downloaded, not_here, on_this_machine, read_entry, source_of
-from app.screens.list_page import ListPage, show_line
+from app.screens.pages.list_page import ListPage, show_line
 from engine.catalog import cache
 from engine.catalog.downloads import find_on_hub
 from engine.catalog.memory_fit import fits, memory_bytes

@@ -5,8 +5,8 @@ from textual.content import Content
 
 from app.chat.speed_history import preset_speeds
 from app.screens.engine_setup import EngineSetup
-from app.screens.list_page import ListPage
-from app.screens.preset_editor import PresetEditor
+from app.screens.pages.list_page import ListPage
+from app.screens.pages.preset_editor import PresetEditor
 from presets.loader import PresetFile, delete, preset_files
 from widgets.text import clean, one_line
 

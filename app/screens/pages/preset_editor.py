@@ -3,7 +3,7 @@
 from textual.app import ComposeResult
 from textual.widgets import Input, TextArea
 
-from app.screens.edit_page import EditPage
+from app.screens.pages.edit_page import EditPage
 from engine.errors import UsageError
 from presets.loader import preset_files, save
 from widgets.page import Frame

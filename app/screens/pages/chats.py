@@ -12,7 +12,7 @@ from textual.content import Content
 
 from app.chat.history import ChatSummary, History
 from app.chat.history_database import HistoryError
-from app.screens.list_page import ListPage
+from app.screens.pages.list_page import ListPage
 from widgets.text import counted, one_line
 
 PAGE = 50
