@@ -21,6 +21,7 @@ from tests.thorough import thorough
 from tools.guide import facts, questions, sources
 from tools.guide.conversations import Conversations
 from tools.guide.corpus import conversations
+from tools.guide.starting import Starting
 from tools.guide.template import rendered
 from tools.guide.wording import gerund, gist, normalized
 
@@ -151,6 +152,23 @@ def test_questions_of_the_judgement_are_not_in_training():
     assert len(questions.HELD_OUT) >= 300 and not held & {
         question.turns for question in questions.DEVELOPMENT
     }
+
+
+def test_a_question_how_a_model_is_started_is_answered_with_its_name(known):
+    starting, rng = Starting(known), random.Random(1)
+    names = {model.name for model in known_models()}
+    drawn = [starting.turn(rng) for _ in range(300)]
+    drawn += starting.after(known.facts["starting.known"], "qwen3:4b", rng)
+    drawn += starting.after(known.facts["gemma.what"], "", rng)
+    for question, answer, fact, model in drawn:
+        assert not set(question + answer) & {"{", "}", "\ue000"}
+        assert f"--model {model}" in answer if model else fact.aspect == "what"
+        assert fact.id != "starting.known" or model in names
+        if fact.id in ("starting.file", "starting.hub"):
+            assert model.removeprefix("hf.co/") in question
+    for written, model in (("Qwen 3", "qwen3:4b"), ("llama-3.2", "llama3.2:3b"), ("LFM2 1.2B", "lfm2:1.2b")):
+        assert starting.named(written) == model
+    assert not starting.named("InternVL 38B")
 
 
 def test_some_answer_satisfies_each_question(known):

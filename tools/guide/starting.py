@@ -39,16 +39,14 @@ class Starting:
         self._ask: Mapping[str, Any] = knowledge.starting
         self._syllable: str = knowledge.grammar["name"]["syllable"]
         self._models = [model.name for model in known_models() if model.chats]
-        self._families = {
-            base: self._nearest(base) for base in sorted({_base(name) for name in self._models})
-        }
+        self._families = {base: self.named(base) for base in sorted({_base(name) for name in self._models})}
         meant: Mapping[str, Sequence[str]] = knowledge.starting["meant"]
         self._families |= {name: model for model, names in meant.items() for name in names}
         self._of_subject: dict[str, str] = {}
         self._without: list[tuple[str, Fact]] = []  # names of families that start no model
         for subject, names in knowledge.families.items():
             for name in names:
-                if model := self._families.get(name) or self._nearest(name):
+                if model := self._families.get(name) or self.named(name):
                     self._families[name] = model
                     self._of_subject.setdefault(subject, model)
                 else:
@@ -86,43 +84,41 @@ class Starting:
             follow.append(self._started("known", rng.choice(self._ask["it"]), meant, "", rng))
         return follow
 
-    def _started(self, kind: str, pattern: str, model: str, written: str, rng: random.Random) -> Started:
-        fact = self._facts[f"starting.{kind}"]
-        answer = fact.answer.replace("{model}", model)
-        return Started(self._question(pattern, written, rng), answer, fact, model)
-
-    def _question(self, pattern: str, written: str, rng: random.Random) -> str:
-        asked = self._wording.phrase(pattern, rng, {"model": (_NAME,)})
-        return self._wording.typed(asked, rng, plain=rng.random() < 0.4).replace(_NAME, written)
-
-    def _patterns(self, kind: str, written: str, rng: random.Random) -> Sequence[str]:
-        chance = rng.random()
-        if kind in ("file", "hub") and chance < 0.3:
-            return self._held()
-        if chance < 0.4:
-            tongues: Sequence[str] = self._ask["tongues"]
-            return tongues
-        if chance < 0.5 and kind != "file":
-            of_ollama: Sequence[str] = self._ask["of_ollama"]
-            return of_ollama
-        is_bare = kind == "hub" or (kind == "other" and ":" in written)
-        is_bare |= (
-            kind == "known" and any(c.isdigit() for c in written) and normalized(written) not in self._told_of
-        )
-        asked: Sequence[str] = self._ask["bare" if is_bare and chance < 0.6 else "known"]
-        return asked
-
-    def _held(self) -> Sequence[str]:
-        held: Sequence[str] = self._ask["held"]
-        return held
-
-    def _nearest(self, written: str) -> str:
+    def named(self, written: str) -> str:
         """The model of this name or, of a family with this name, the one whose size is nearest to the usual; "" if
         there is none. It does not matter how the name is written."""
         wanted = _parts(written)
         same = [name for name in self._models if _parts(name) == wanted]
         of_family = [name for name in self._models if _parts(_base(name)) == wanted]
         return min(same or of_family, key=_distance, default="")
+
+    def _started(self, kind: str, pattern: str, model: str, written: str, rng: random.Random) -> Started:
+        fact = self._facts[f"starting.{kind}"]
+        answer = fact.answer.replace("{model}", model)
+        return Started(self._question(pattern, written, rng), answer, fact, model)
+
+    def _question(self, pattern: str, written: str, rng: random.Random) -> str:
+        while True:  # until no word that was left out is the name
+            asked = self._wording.phrase(pattern, rng, {"model": (_NAME,)})
+            question = self._wording.typed(asked, rng, plain=rng.random() < 0.4)
+            if (_NAME in question) == ("{model}" in pattern):
+                return question.replace(_NAME, written)
+
+    def _patterns(self, kind: str, written: str, rng: random.Random) -> Sequence[str]:
+        """Ways to ask for a name that is `written` so."""
+        is_new = normalized(written) not in self._told_of
+        stands_alone = (
+            kind in ("hub", "file") or ":" in written or (any(map(str.isdigit, written)) and is_new)
+        )
+        weights = {
+            "known": 60,
+            "tongues": 14,
+            "of_ollama": 0 if kind == "file" else 8,
+            "held": 30 if kind in ("file", "hub") else 0,
+            "bare": 14 if stands_alone else 0,
+        }
+        patterns: Sequence[str] = self._ask[rng.choices(list(weights), list(weights.values()))[0]]
+        return patterns
 
     # --- names, each with the way in which somebody writes it -----------------------------------------------
 
