@@ -17,7 +17,7 @@ QUESTION_COUNTS = ((1, 40), (2, 20), (3, 14), (4, 8), (6, 8), (9, 6), (14, 3), (
 """(questions in a conversation, weight of this count). The longest fill the context."""
 STANDALONE_WEIGHTS = {
     "fact": 62, "first": 22, "topic": 11, "calculate": 2, "live": 3, "write": 4, "talk": 14, "unclear": 2,
-    "dangling": 2, "name": 9, "file": 4, "start": 18,
+    "dangling": 2, "name": 9, "file": 4, "start": 18, "language": 4,
 }  # fmt: skip
 FOLLOW_UP_CHANCE = 0.5
 """The share of questions that follow up on the previous answer."""
@@ -140,6 +140,8 @@ class Conversations:
         if kind == "unclear":
             self._subject = None
             return self._gibberish(), facts["talk.unclear"].answer
+        if kind == "language":
+            return self._question_about(facts["guide.language"])
         if kind == "dangling" and self._subject is None:
             return self._dangling()
         if kind == "write" and rng.random() < 0.15:
