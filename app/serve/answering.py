@@ -18,7 +18,7 @@ from app.serve.answer import (
 )
 from app.serve.http import EventStream, SlowJson
 from app.serve.protocols import mistral
-from app.serve.protocols.reply import Asked, Json, Reply
+from app.serve.protocols.common.reply import Asked, Json, Reply
 from app.serve.service import Exchange
 from app.serve.stop_texts import StopTexts
 from engine.formats.tool_calls import ToolCallParser

@@ -27,9 +27,9 @@ from app.serve.protocols import (
     ollama,
     responses,
 )
-from app.serve.protocols.json_values import decoded
-from app.serve.protocols.remembered import Conversations
-from app.serve.protocols.reply import Asked, Json
+from app.serve.protocols.common.json_values import decoded
+from app.serve.protocols.common.remembered import Conversations
+from app.serve.protocols.common.reply import Asked, Json
 from app.serve.protocols.response_body import ResponsesBody
 from app.serve.service import Exchange, Service
 from engine.measure.memory import gpu_used_bytes, resident_memory

@@ -17,15 +17,15 @@ from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd
 from app.serve.errors import ApiError, anthropic_form, wrong
 from app.serve.http import NAMED_DATA, Framing
 from app.serve.protocols import chat
-from app.serve.protocols.blocks import Block, Blocks, Change, Grown, Opened
-from app.serve.protocols.conversation import Call, CalledFunction, ChatMessage, Part, PicturePart
-from app.serve.protocols.formats import JsonSchema, ResponseFormat
-from app.serve.protocols.json_values import converted
-from app.serve.protocols.pictures import NOT_READ, NOTHING_ELSE, PICTURES, from_part
-from app.serve.protocols.reply import Asked, Json, Reply
-from app.serve.protocols.requests import MAX_USER
-from app.serve.protocols.text_files import from_file
-from app.serve.protocols.tools import Choice, Named, ToolChoice
+from app.serve.protocols.common.blocks import Block, Blocks, Change, Grown, Opened
+from app.serve.protocols.common.conversation import Call, CalledFunction, ChatMessage, Part, PicturePart
+from app.serve.protocols.common.formats import JsonSchema, ResponseFormat
+from app.serve.protocols.common.json_values import converted
+from app.serve.protocols.common.pictures import NOT_READ, NOTHING_ELSE, PICTURES, from_part
+from app.serve.protocols.common.reply import Asked, Json, Reply
+from app.serve.protocols.common.requests import MAX_USER
+from app.serve.protocols.common.text_files import from_file
+from app.serve.protocols.common.tools import Choice, Named, ToolChoice
 from app.serve.service import Service
 from engine.protocol.events import Finished
 

@@ -13,15 +13,15 @@ from msgspec.structs import replace
 
 from app.serve.answer import AnswerDelta, AnswerEnd, CallPiece
 from app.serve.errors import wrong
-from app.serve.protocols import logprobs
-from app.serve.protocols.conversation import ChatMessage, conversation
-from app.serve.protocols.figures import figures, timings
-from app.serve.protocols.formats import format_of
-from app.serve.protocols.pictures import unseen
-from app.serve.protocols.reply import Asked, Json, Reply
-from app.serve.protocols.requests import MAX_LOGPROBS, generate, variants
-from app.serve.protocols.thinking import ThinkingBody, wanted
-from app.serve.protocols.tools import Choice, Named, ToolChoice, Tools, chosen_tools
+from app.serve.protocols.common import logprobs
+from app.serve.protocols.common.conversation import ChatMessage, conversation
+from app.serve.protocols.common.figures import figures, timings
+from app.serve.protocols.common.formats import format_of
+from app.serve.protocols.common.pictures import unseen
+from app.serve.protocols.common.reply import Asked, Json, Reply
+from app.serve.protocols.common.requests import MAX_LOGPROBS, generate, variants
+from app.serve.protocols.common.thinking import ThinkingBody, wanted
+from app.serve.protocols.common.tools import Choice, Named, ToolChoice, Tools, chosen_tools
 from app.serve.service import Service
 from engine.formats.template import Prompt
 from engine.formats.tokenizer import Tokenizer

@@ -17,11 +17,11 @@ from msgspec.structs import replace
 
 from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd
 from app.serve.errors import of_failure, wrong
-from app.serve.protocols import logprobs
-from app.serve.protocols.figures import figures, timings
-from app.serve.protocols.formats import grammar_of
-from app.serve.protocols.reply import Asked, Json, Reply
-from app.serve.protocols.requests import MAX_LOGPROBS, MAX_N, Body, generate, variants
+from app.serve.protocols.common import logprobs
+from app.serve.protocols.common.figures import figures, timings
+from app.serve.protocols.common.formats import grammar_of
+from app.serve.protocols.common.reply import Asked, Json, Reply
+from app.serve.protocols.common.requests import MAX_LOGPROBS, MAX_N, Body, generate, variants
 from app.serve.service import Service
 from engine.errors import ContextFullError
 from engine.formats.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from app.serve.answer import AnswerEnd
 from app.serve.bodies import MAX_BODY_BYTES
 from app.serve.errors import ApiError, wrong
-from app.serve.protocols.reply import Asked, Json, Reply
+from app.serve.protocols.common.reply import Asked, Json, Reply
 from app.serve.service import Service
 from engine.protocol.events import Generate, Pooling, RawText, TokenIds
 

@@ -16,15 +16,15 @@ from app.serve.errors import ApiError, gemini_form, wrong
 from app.serve.http import COMMENTED, Framing
 from app.serve.model_pool import ModelPool
 from app.serve.protocols import chat, embeddings
-from app.serve.protocols.blocks import Block, Blocks, Closed, Grown
-from app.serve.protocols.conversation import Call, CalledFunction, ChatMessage, Part, PicturePart
-from app.serve.protocols.formats import JsonSchema, ResponseFormat
-from app.serve.protocols.json_values import MAX_DEPTH, check_size, converted
-from app.serve.protocols.pictures import NOT_READ, from_base64
-from app.serve.protocols.reply import Asked, Json, Reply
-from app.serve.protocols.requests import variants
-from app.serve.protocols.text_files import from_file
-from app.serve.protocols.tools import Allowed, Function, Tool, ToolChoice
+from app.serve.protocols.common.blocks import Block, Blocks, Closed, Grown
+from app.serve.protocols.common.conversation import Call, CalledFunction, ChatMessage, Part, PicturePart
+from app.serve.protocols.common.formats import JsonSchema, ResponseFormat
+from app.serve.protocols.common.json_values import MAX_DEPTH, check_size, converted
+from app.serve.protocols.common.pictures import NOT_READ, from_base64
+from app.serve.protocols.common.reply import Asked, Json, Reply
+from app.serve.protocols.common.requests import variants
+from app.serve.protocols.common.text_files import from_file
+from app.serve.protocols.common.tools import Allowed, Function, Tool, ToolChoice
 from app.serve.service import Service
 from engine.protocol.events import Finished
 

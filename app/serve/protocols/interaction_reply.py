@@ -11,8 +11,8 @@ from typing import Any
 from app.serve.answer import AnswerDelta, AnswerEnd
 from app.serve.errors import ApiError, said
 from app.serve.http import DATA, Framing
-from app.serve.protocols.blocks import Block, Blocks, Change, Closed, Grown, Opened
-from app.serve.protocols.reply import Json, Reply
+from app.serve.protocols.common.blocks import Block, Blocks, Change, Closed, Grown, Opened
+from app.serve.protocols.common.reply import Json, Reply
 
 _EVENTS = replace(
     DATA, frame=lambda value: b"event: %s\n%s" % (value["event_type"].encode(), DATA.frame(value))

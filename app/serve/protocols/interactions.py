@@ -14,12 +14,12 @@ import msgspec
 
 from app.serve.errors import wrong
 from app.serve.protocols import chat
+from app.serve.protocols.common.remembered import Conversations, Remembered
+from app.serve.protocols.common.reply import Asked, Json
+from app.serve.protocols.common.thinking import Reasoning
 from app.serve.protocols.interaction_reply import InteractionReply
-from app.serve.protocols.remembered import Conversations, Remembered
-from app.serve.protocols.reply import Asked, Json
 from app.serve.protocols.response_body import ResponsesBody, ResponseToolChoice, TextConfig, TextFormat
 from app.serve.protocols.responses import as_chat
-from app.serve.protocols.thinking import Reasoning
 from app.serve.service import Service
 
 Level = Literal["minimal", "low", "medium", "high", "xhigh"]

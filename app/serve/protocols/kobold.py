@@ -7,9 +7,9 @@ import msgspec
 
 from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd
 from app.serve.http import COMMENTED, Framing
-from app.serve.protocols.formats import grammar_of
-from app.serve.protocols.reply import Asked, Json, Reply
-from app.serve.protocols.requests import MAX_BIAS, MAX_STOPS, Body, generate
+from app.serve.protocols.common.formats import grammar_of
+from app.serve.protocols.common.reply import Asked, Json, Reply
+from app.serve.protocols.common.requests import MAX_BIAS, MAX_STOPS, Body, generate
 from app.serve.service import Service
 from engine.protocol.events import TokenIds
 

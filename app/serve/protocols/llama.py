@@ -10,13 +10,13 @@ from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd
 from app.serve.errors import wrong
 from app.serve.http import COMMENTED, Framing
 from app.serve.line_ends import LineEnds
-from app.serve.protocols import logprobs
+from app.serve.protocols.common import logprobs
+from app.serve.protocols.common.figures import timings
+from app.serve.protocols.common.formats import grammar_of
+from app.serve.protocols.common.reply import Asked, Json, Reply
+from app.serve.protocols.common.requests import MAX_LOGPROBS, Body, generate, variants
 from app.serve.protocols.completions import MAX_PROMPTS, ends_of_fill_in, fill_in
-from app.serve.protocols.figures import timings
-from app.serve.protocols.formats import grammar_of
 from app.serve.protocols.llama_settings import settings
-from app.serve.protocols.reply import Asked, Json, Reply
-from app.serve.protocols.requests import MAX_LOGPROBS, Body, generate, variants
 from app.serve.service import Service
 from engine.formats.tokenizer import Tokenizer
 from engine.protocol.events import Generate, RawText, Token, TokenIds

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from app.serve.protocols.reply import Json
+from app.serve.protocols.common.reply import Json
 from engine.protocol.events import Generate, Sampling
 
 _RANDOM_SEED = 2**32 - 1

@@ -2,9 +2,9 @@
 
 from app.serve.errors import ApiError, unavailable, wrong
 from app.serve.protocols import chat
+from app.serve.protocols.common.reply import Json
 from app.serve.protocols.llama_settings import defaults
 from app.serve.protocols.models import capabilities
-from app.serve.protocols.reply import Json
 from app.serve.service import Service
 
 

@@ -4,8 +4,8 @@ context of a model and what it can."""
 import msgspec
 
 from app.serve.model_pool import ModelPool
+from app.serve.protocols.common.reply import Json
 from app.serve.protocols.models import OWNER, capabilities
-from app.serve.protocols.reply import Json
 from app.serve.service import Service
 
 

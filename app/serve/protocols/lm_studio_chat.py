@@ -12,14 +12,14 @@ from app.serve.answer import AnswerDelta, AnswerEnd
 from app.serve.errors import ApiError, openai_form, wrong
 from app.serve.http import NAMED_DATA, Framing
 from app.serve.protocols import chat
-from app.serve.protocols.blocks import Block, Blocks, Change, Closed, Grown, Opened
-from app.serve.protocols.figures import usage
-from app.serve.protocols.remembered import Conversations, Remembered
-from app.serve.protocols.reply import Asked, Json, Reply
+from app.serve.protocols.common.blocks import Block, Blocks, Change, Closed, Grown, Opened
+from app.serve.protocols.common.figures import usage
+from app.serve.protocols.common.remembered import Conversations, Remembered
+from app.serve.protocols.common.reply import Asked, Json, Reply
+from app.serve.protocols.common.thinking import Reasoning
 from app.serve.protocols.response_body import ResponsesBody
 from app.serve.protocols.response_reply import new_id
 from app.serve.protocols.responses import as_chat
-from app.serve.protocols.thinking import Reasoning
 from app.serve.service import Service
 from engine.protocol.events import Prefilling, decode_rate
 

@@ -5,9 +5,9 @@ others: a call of a tool comes whole, and a model has a `type` of theirs."""
 from collections.abc import Mapping
 
 from app.serve.protocols.chat import ChatReply
+from app.serve.protocols.common.reply import Asked, Json
+from app.serve.protocols.common.requests import Body, generate, variants
 from app.serve.protocols.completions import ends_of_fill_in, fill_in
-from app.serve.protocols.reply import Asked, Json
-from app.serve.protocols.requests import Body, generate, variants
 from app.serve.service import Service
 
 _LIBRARIES = "mistral-client-"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from app.serve.model_pool import ModelPool
-from app.serve.protocols.reply import Json
+from app.serve.protocols.common.reply import Json
 from app.serve.service import Service
 
 OWNER = "orin-chat"

@@ -18,17 +18,18 @@ from app.serve.answer import AnswerDelta, AnswerEnd
 from app.serve.errors import ApiError, ollama_form, wrong
 from app.serve.http import LINES, Framing
 from app.serve.model_pool import ModelPool
-from app.serve.protocols import chat, generate_context, logprobs
-from app.serve.protocols.blocks import Block, Blocks, Closed, Grown
+from app.serve.protocols import chat, generate_context
+from app.serve.protocols.common import logprobs
+from app.serve.protocols.common.blocks import Block, Blocks, Closed, Grown
+from app.serve.protocols.common.conversation import Call, CalledFunction, ChatMessage, Part, PicturePart
+from app.serve.protocols.common.formats import JsonSchema, ResponseFormat, grammar_of
+from app.serve.protocols.common.pictures import from_base64, from_url
+from app.serve.protocols.common.reply import Asked, Json, Reply
+from app.serve.protocols.common.requests import generate
+from app.serve.protocols.common.tools import Tools
 from app.serve.protocols.completions import TextBody, ends_of_fill_in, fill_in
-from app.serve.protocols.conversation import Call, CalledFunction, ChatMessage, Part, PicturePart
-from app.serve.protocols.formats import JsonSchema, ResponseFormat, grammar_of
 from app.serve.protocols.models import capabilities
-from app.serve.protocols.pictures import from_base64, from_url
-from app.serve.protocols.reply import Asked, Json, Reply
-from app.serve.protocols.requests import generate
 from app.serve.protocols.shortening import shorten
-from app.serve.protocols.tools import Tools
 from app.serve.service import Service
 from engine.formats.tokenizer import Tokenizer
 from engine.protocol.events import RawText

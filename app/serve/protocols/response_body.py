@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from app.serve.protocols.requests import StreamOptions
-from app.serve.protocols.thinking import Reasoning
+from app.serve.protocols.common.requests import StreamOptions
+from app.serve.protocols.common.thinking import Reasoning
 
 
 class TextFormat(msgspec.Struct):

@@ -12,12 +12,12 @@ import msgspec
 from app.serve.answer import AnswerDelta, AnswerEnd
 from app.serve.errors import CONTEXT, ApiError, said
 from app.serve.http import NAMED_DATA, Framing
-from app.serve.protocols import logprobs
-from app.serve.protocols.blocks import Block, Blocks, Change, Grown, Opened
-from app.serve.protocols.figures import usage
-from app.serve.protocols.reply import Json, Reply
+from app.serve.protocols.common import logprobs
+from app.serve.protocols.common.blocks import Block, Blocks, Change, Grown, Opened
+from app.serve.protocols.common.figures import usage
+from app.serve.protocols.common.reply import Json, Reply
+from app.serve.protocols.common.tools import Tools, flat
 from app.serve.protocols.response_body import ResponsesBody, Spaces, TextFormat
-from app.serve.protocols.tools import Tools, flat
 from engine.formats.tokenizer import Tokenizer
 
 SEALED = "orin-chat:"  # begins `encrypted_content`, which is not encrypted

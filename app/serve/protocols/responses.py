@@ -14,7 +14,7 @@ import msgspec
 
 from app.serve.errors import wrong
 from app.serve.protocols import chat
-from app.serve.protocols.conversation import (
+from app.serve.protocols.common.conversation import (
     FILES,
     TEXTS,
     Call,
@@ -23,17 +23,17 @@ from app.serve.protocols.conversation import (
     CustomInput,
     Part,
 )
-from app.serve.protocols.formats import JsonSchema, ResponseFormat
-from app.serve.protocols.json_values import converted
-from app.serve.protocols.pictures import NOTHING_ELSE, PICTURES
-from app.serve.protocols.remembered import Conversations, Remembered
-from app.serve.protocols.reply import Asked, Json
-from app.serve.protocols.requests import MAX_USER
+from app.serve.protocols.common.formats import JsonSchema, ResponseFormat
+from app.serve.protocols.common.json_values import converted
+from app.serve.protocols.common.pictures import NOTHING_ELSE, PICTURES
+from app.serve.protocols.common.remembered import Conversations, Remembered
+from app.serve.protocols.common.reply import Asked, Json
+from app.serve.protocols.common.requests import MAX_USER
+from app.serve.protocols.common.thinking import Reasoning
+from app.serve.protocols.common.tools import Allowed, Choice, Function, Named, Tool, ToolChoice, nested
 from app.serve.protocols.response_body import ResponsesBody, ResponseToolChoice, Spaces, TextConfig
 from app.serve.protocols.response_reply import SEALED, ResponseReply
 from app.serve.protocols.shortening import shorten
-from app.serve.protocols.thinking import Reasoning
-from app.serve.protocols.tools import Allowed, Choice, Function, Named, Tool, ToolChoice, nested
 from app.serve.service import Service
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from app.serve.long_work import MAX_TEXT_BYTES
 from app.serve.protocols import chat
-from app.serve.protocols.conversation import TEXTS, ChatMessage, Part
+from app.serve.protocols.common.conversation import TEXTS, ChatMessage, Part
 from app.serve.service import Service
 from widgets.text import counted
 

@@ -1,7 +1,7 @@
 """What Tabby's editor extensions ask beside completions, whose `segments` `completions` takes:
 https://tabby.tabbyml.com/api/."""
 
-from app.serve.protocols.reply import Json
+from app.serve.protocols.common.reply import Json
 from app.serve.service import Service
 
 

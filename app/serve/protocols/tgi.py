@@ -14,10 +14,10 @@ from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd
 from app.serve.errors import wrong
 from app.serve.http import COMMENTED, Framing
 from app.serve.protocols import embeddings
-from app.serve.protocols.formats import grammar_of
-from app.serve.protocols.logprobs import spelled
-from app.serve.protocols.reply import Asked, Json, Reply
-from app.serve.protocols.requests import Body, generate
+from app.serve.protocols.common.formats import grammar_of
+from app.serve.protocols.common.logprobs import spelled
+from app.serve.protocols.common.reply import Asked, Json, Reply
+from app.serve.protocols.common.requests import Body, generate
 from app.serve.service import Service
 from engine.formats.tokenizer import Tokenizer
 from engine.protocol.events import RawText, Token

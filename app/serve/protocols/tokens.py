@@ -6,8 +6,8 @@ import msgspec
 
 from app.serve.errors import wrong
 from app.serve.protocols import chat
-from app.serve.protocols.conversation import ChatMessage
-from app.serve.protocols.reply import Json
+from app.serve.protocols.common.conversation import ChatMessage
+from app.serve.protocols.common.reply import Json
 from app.serve.service import Service
 
 

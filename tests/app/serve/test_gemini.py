@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from app.serve.protocols.pictures import NOT_READ
+from app.serve.protocols.common.pictures import NOT_READ
 from engine.protocol.events import Sampling
 from tests.app.fake_engine import SEEING, TOO_LONG, FakeEngine, reply
 from tests.pictures import plain_picture

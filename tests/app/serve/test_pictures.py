@@ -6,7 +6,7 @@ from urllib.parse import quote
 
 import pytest
 
-from app.serve.protocols.pictures import NOT_READ, NOT_SEEN
+from app.serve.protocols.common.pictures import NOT_READ, NOT_SEEN
 from app.serve.service import ModelFile
 from engine.description.encoder_input import Grid
 from engine.description.vision_reader import read_vision

@@ -7,7 +7,7 @@ import pytest
 
 from app.serve.bodies import MAX_BODY_BYTES
 from app.serve.errors import ApiError
-from app.serve.protocols.remembered import Conversations, Remembered
+from app.serve.protocols.common.remembered import Conversations, Remembered
 from engine.protocol.events import Failed
 from tests.app.fake_engine import TOO_LONG, FakeEngine, reply
 from tests.app.serve.conftest import WEATHER, error

@@ -9,7 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from app.serve.errors import wrong
-from app.serve.protocols.formats import Formatted
+from app.serve.protocols.common.formats import Formatted
 from engine.protocol.events import Chat, Generate, Grammar, RawText, Sampling, TokenIds
 from presets.sampling import out_of_range
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from app.serve.answer import AnswerEnd
-from app.serve.protocols.reply import Json
+from app.serve.protocols.common.reply import Json
 from engine.protocol.events import Finished, decode_rate, prefill_rate
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from app.serve.errors import ApiError, wrong
-from app.serve.protocols.pictures import NOT_READ, NOT_SEEN, NOTHING_ELSE, PICTURES, from_part
-from app.serve.protocols.text_files import from_file
-from app.serve.protocols.tools import INPUT
+from app.serve.protocols.common.pictures import NOT_READ, NOT_SEEN, NOTHING_ELSE, PICTURES, from_part
+from app.serve.protocols.common.text_files import from_file
+from app.serve.protocols.common.tools import INPUT
 from engine.protocol.events import PICTURE_MARK, Message, Picture, ToolCall, plain
 
 TEXTS = ("text", "input_text", "output_text", "refusal")

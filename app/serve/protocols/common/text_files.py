@@ -4,7 +4,7 @@ from typing import Any
 
 from app.chat.files import decoded_text
 from app.serve.errors import wrong
-from app.serve.protocols.pictures import NOTHING_ELSE, decoded
+from app.serve.protocols.common.pictures import NOTHING_ELSE, decoded
 
 
 def from_file(file: Any, param: str) -> str:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from app.serve.protocols.requests import Body
+from app.serve.protocols.common.requests import Body
 from engine.protocol.events import Effort
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from app.serve.protocols.reply import Json
+from app.serve.protocols.common.reply import Json
 from engine.formats.tokenizer import Tokenizer
 from engine.protocol.events import Token
 

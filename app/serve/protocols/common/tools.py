@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from app.serve.errors import wrong
-from app.serve.protocols.json_values import check_size, converted
+from app.serve.protocols.common.json_values import check_size, converted
 from engine.formats.tool_forms import HARMONY, ToolForm
 
 INPUT = "input"

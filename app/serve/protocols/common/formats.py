@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from app.serve.errors import ApiError, wrong
-from app.serve.protocols.json_values import check_size, check_texts
+from app.serve.protocols.common.json_values import check_size, check_texts
 from engine.formats.json_leniency import closed, loosened, without_needless
 from engine.formats.tool_grammars import choice_grammar, schema_grammar
 from engine.protocol.events import Grammar

@@ -11,7 +11,7 @@ import msgspec
 
 from app.serve.bodies import MAX_BODY_BYTES
 from app.serve.errors import ApiError
-from app.serve.protocols.reply import Json
+from app.serve.protocols.common.reply import Json
 
 MAX_BYTES = 16 << 20  # of all conversations that are remembered, as JSON, compressed: a third of it, or less
 MAX_RESPONSES = 512
