@@ -33,7 +33,6 @@ MEASUREMENTS = {
     "reach": "how the screen keeps up: keys and Esc under streams of text, and long chats",
     "slow_line": "how keys keep up on a slow line, and what is written",
     "screenshots": "pictures of the chat for the README",
-    "recorded_run": "pictures of a conversation that goes over from preset to preset",
     "tools_recording": "a file, a call of a tool and a version, as an animated picture",
     "recording": "twenty seconds of the chat as an animated picture",
 }

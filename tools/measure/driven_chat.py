@@ -8,37 +8,13 @@ from pathlib import Path
 
 from textual.pilot import Pilot
 
-from app.chat.configuration import configure
-from app.chat.history import History
-from app.chat.settings import Settings
 from app.screens.chat_app import ChatApp
-from app.screens.engine_setup import EngineSetup
-from engine.protocol.client import Engine
-from engine.protocol.events import EngineOptions, Sampling
-from presets.loader import find_preset
 
 
 def keep_apart(home: Path) -> None:
     """Settings, history and what was measured are those of `home` from now on, as on a new machine."""
     for kind in ("STATE", "DATA", "CONFIG"):
         os.environ[f"XDG_{kind}_HOME"] = str(home.resolve() / kind)
-
-
-def chat_with(
-    model: str,
-    preset: str,
-    make: Callable[[EngineOptions], Engine],
-    history: History,
-    context: int | None = None,
-    max_tokens: int | None = None,
-) -> ChatApp:
-    """The chat as the command line would open it, without chance."""
-    settings = Settings(context=context)
-    options = configure(model, settings, find_preset(preset)).engine
-    setup = EngineSetup(options, preset, settings=settings, make=make)
-    return ChatApp(
-        make(options), history, setup=setup, sampling=Sampling(temperature=0), max_tokens=max_tokens
-    )
 
 
 class DrivenChat:

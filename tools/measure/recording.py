@@ -17,16 +17,30 @@ from pathlib import Path
 from textual._compositor import Compositor
 from textual.theme import Theme
 
+from app.chat.configuration import configure
 from app.chat.history import History
+from app.chat.settings import Settings
+from app.screens.chat_app import ChatApp
+from app.screens.engine_setup import EngineSetup
 from engine.protocol.client import LocalEngine
+from engine.protocol.events import Sampling
 from presets import guide_path
+from presets.loader import find_preset
 from tools.measure.animation import Frame, animated_svg, without_waits
-from tools.measure.driven_chat import DrivenChat, chat_with, keep_apart
+from tools.measure.driven_chat import DrivenChat, keep_apart
 
 FRAME_S = 0.1
 TYPING_S = 0.05
 LONGEST_WAIT_S = 1.0
 WAIT_S = 240.0
+
+
+def chat_with(model: str, preset: str) -> ChatApp:
+    """The chat as the command line would open it, without chance."""
+    settings = Settings()
+    options = configure(model, settings, find_preset(preset)).engine
+    setup = EngineSetup(options, preset, settings=settings, make=LocalEngine)
+    return ChatApp(LocalEngine(options), History(":memory:"), setup=setup, sampling=Sampling(temperature=0))
 
 
 async def watch(chat: DrivenChat, frames: list[Frame]) -> None:
@@ -42,7 +56,7 @@ async def watch(chat: DrivenChat, frames: list[Frame]) -> None:
 async def record(
     model: str, presets: list[str], size: tuple[int, int], questions: list[str]
 ) -> tuple[list[Frame], Theme]:
-    app, frames = chat_with(model, presets[0], LocalEngine, History(":memory:")), list[Frame]()
+    app, frames = chat_with(model, presets[0]), list[Frame]()
     async with app.run_test(size=size) as pilot:
         chat = DrivenChat(app, pilot, WAIT_S)
 
