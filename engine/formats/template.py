@@ -35,7 +35,7 @@ from engine.formats.thinking import HARMONY, MUSE, THINK, ThinkMarks, marks_of
 from engine.formats.tokenizer import Tokenizer
 from engine.formats.told_tools import joined, told, written
 from engine.formats.tool_forms import shown_form
-from engine.protocol.events import Effort, Message, Picture, ToolCall
+from engine.protocol.events import PICTURE_MARK, Effort, Message, Picture, ToolCall
 
 
 @dataclass(frozen=True)
@@ -197,9 +197,11 @@ class ChatTemplate:
                 tokens=len(messages),
                 most=most,
             )
-        # Templates leave out neither; white space at the ends and earlier thoughts they may.
-        kept = (message.content.strip() for message in messages if message.role in ("user", "tool"))
-        self._tokenizer.check_fewest([text for text in kept if text], most)
+        # Templates leave out neither; white space at the ends and earlier thoughts they may. A picture has a token.
+        kept = [message.content.strip() for message in messages if message.role in ("user", "tool")]
+        pictures = sum(len(message.pictures) for message in messages)
+        texts = [text for each in kept if (text := each.replace(PICTURE_MARK, ""))]
+        self._tokenizer.check_fewest(texts, most, pictures)
 
     def _asked(self, think: bool, effort: Effort | None) -> dict[str, Any]:
         """The variables that templates read beside the messages and the tools."""
@@ -240,7 +242,7 @@ class ChatTemplate:
                 n = f"{len(ids):,} tokens with its pictures"
                 sentence = f"The conversation has over {n}; the context holds {most:,}."
                 raise ContextFullError(sentence, SHORTEN, tokens=len(ids), most=most)
-            ids += self._tokenizer.encode_segments(run, None if most is None else most - len(ids))
+            ids += self._tokenizer.encode_segments(run, most, len(ids))
             if not i and self._tokenizer.add_bos and bos is not None and ids[:1] != [bos]:
                 ids = [bos, *ids]
         return ids, tuple(placed)

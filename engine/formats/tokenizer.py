@@ -89,12 +89,14 @@ class Tokenizer(Vocabulary):
             ids = [*ids, self.eos_id]
         return ids
 
-    def encode_segments(self, segments: Iterable[tuple[str, bool]], most: int | None = None) -> list[int]:
+    def encode_segments(
+        self, segments: Iterable[tuple[str, bool]], most: int | None = None, others: int = 0
+    ) -> list[int]:
         """The token ids of consecutive segments (text, special). Special tokens are searched within each segment, and
         only if its `special` is true. Plain text merges across segments.
 
         Raises ContextFullError, before any time and memory are spent, for a text that is certain to have more than
-        `most` tokens (see `_fewest`)."""
+        `most` tokens (see `_fewest`), with so many `others` of the conversation."""
         parts: list[str | int] = []  # plain text or the id of a special token; never two texts in a row
         for segment, special in segments:
             text = _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", segment)
@@ -108,10 +110,13 @@ class Tokenizer(Vocabulary):
 
         before = " " if self.add_space_prefix else ""  # such models expect a space before a text
         parts = [part if isinstance(part, int) else before + part for part in parts]
-        if most is not None and sum(1 if isinstance(part, int) else len(part) for part in parts) > most:
+        if (
+            most is not None
+            and others + sum(1 if isinstance(part, int) else len(part) for part in parts) > most
+        ):
             texts = [part for part in parts if isinstance(part, str)]
-            self.check_fewest(texts, most, len(parts) - len(texts))
-            if any(self._goes_beyond(part, most) for part in parts if isinstance(part, str)):
+            self.check_fewest(texts, most, others + len(parts) - len(texts))
+            if any(self._goes_beyond(text, most - others) for text in texts):
                 raise ContextFullError(
                     f"The conversation has over {most:,} tokens, and the context holds no more.",
                     SHORTEN,

@@ -128,9 +128,12 @@ def test_texts_stand_around_the_parts_of_a_picture(kind, parts, text, tokenizer)
     assert prompt.pictures[0].picture.ids.count(-1) == n
 
 
-def test_what_has_no_room(encode):
-    with pytest.raises(ContextFullError):
-        encode(TEXT, user("hm", 200), most=100)
+@pytest.mark.parametrize("asked", [user("hm", 200), user("hm" * 99, *[1] * 30), user("hm", *[1] * 200)])
+def test_what_has_no_room(encode, asked):
+    """The sentence has the tokens of the whole conversation and of the whole context: agents read both numbers."""
+    with pytest.raises(ContextFullError, match=r"the context holds 100\.") as refused:
+        encode(TEXT, asked, most=100)
+    assert refused.value.tokens > refused.value.most == 100
 
 
 def test_a_model_that_does_not_see_says_so(tokenizer):
