@@ -28,6 +28,8 @@ from engine.system.whole_file import open_file, write_whole
 
 LIMIT_BYTES = 512 << 20
 _DAY_S = 86400
+STEP_SOURCES = "kernels", "formats", "description", "runtime", "targets"
+"""The source that says which kernels a step has."""
 _DIGEST_BYTES = 32
 _LONGEST_SOURCE = 1 << 20  # bytes
 # Environment variables by which tinygrad chooses the device and how it generates code.

@@ -1,5 +1,6 @@
 """The name of the device that the engine computes on."""
 
+import functools
 import platform
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ from engine.devices import cuda_driver
 from engine.devices.system_files import read_text
 
 
+@functools.cache  # a start asks for each product, and the driver answers in a thread
 def device_name(backend: str) -> str:
     """The maker's name of the device that tinygrad calls `backend` ("CPU", "CUDA", "NV"), as "NVIDIA H200"."""
     if backend.startswith(("CUDA", "NV")) and (names := cuda_driver.device_names()):

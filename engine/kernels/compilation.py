@@ -26,7 +26,7 @@ from tinygrad.engine import realize
 from tinygrad.renderer import Renderer
 from tinygrad.uop.ops import Ops
 
-from engine.cache.disk_cache import disk_cache, source_digest
+from engine.cache.disk_cache import STEP_SOURCES, disk_cache, source_digest
 from engine.errors import CompilerHangsError, PreemptedError, print_without_messages
 from engine.kernels import compilers
 from engine.kernels.functions import fingerprint, packed
@@ -337,7 +337,7 @@ def _compiled_key(description: tuple[object, ...]) -> str:
     """ "" if the description has no fingerprint."""
     try:
         target = str(renderer().target)
-        sources = source_digest("kernels", "formats", "description", "runtime", "targets")
+        sources = source_digest(*STEP_SOURCES)
         return repr((sources, target, fingerprint(description)))
     except TypeError:
         return ""

@@ -3,6 +3,7 @@ is told of it."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,7 +15,12 @@ _told: Renderer | None = None
 
 def renderer() -> Renderer:
     """What kernels are made for."""
-    return _told or Device[Device.DEFAULT].renderer
+    return _told or _renderer_of(Device.DEFAULT)
+
+
+@functools.cache  # tinygrad chooses anew each time, among all that it has
+def _renderer_of(device: str) -> Renderer:
+    return Device[device].renderer
 
 
 @contextmanager

@@ -23,6 +23,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -432,7 +433,6 @@ _KERNELS = "engine.targets.nvidia.weights"  # compilers build them
 
 def _load_text_model(options: EngineOptions, report: Report) -> Model:
     from engine.backends import ask_driver, install, no_device_error, open_device, prepare, unusable_cuda
-    from engine.cache.disk_cache import lasting_cache, source_digest
     from engine.formats.merging import MergingProcess
     from engine.kernels import compiler_server
 
@@ -441,9 +441,9 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
     merge = MergingProcess(options.model_path)
     with timeline.span("device"):
         dev = prepare(options, asked is not None)  # sets the variables that tinygrad reads at import
-        start = source_digest(), options
-        if not (is_known := lasting_cache().get("starts", start)):  # there may be kernels to compile
-            compiler_server.start([] if dev.startswith("CPU") else [_KERNELS])
+        thread = ThreadPoolExecutor(1, "sources")  # of which hundreds are read
+        known = thread.submit(compiler_server.begin, options, [] if dev.startswith("CPU") else [_KERNELS])
+        thread.shutdown(wait=False)
         install(dev)
     if asked and (why := asked()):
         if options.backend.upper() == "CUDA":
@@ -462,6 +462,7 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
         import_runner(dev)  # while the driver opens the device
 
     candidate_trial.restart = restart
+    is_known = known.result()
     prompts.file()
     try:
         opening()
@@ -469,7 +470,7 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
     except ExceptionGroup as failures:  # one for each of the interfaces through which tinygrad tries a device
         raise no_device_error(dev, failures) from failures
     if not is_known:
-        lasting_cache().put("starts", start, True)
+        compiler_server.remember(options)
     return model
 
 

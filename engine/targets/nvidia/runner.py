@@ -21,6 +21,7 @@ from engine.fixes import launch_bounds
 from engine.formats.kv_format import KVFormat
 from engine.kernels.compilation import MakeLinears, begin_once, compile_once, processes_compile, was_compiled
 from engine.kernels.device_memory import device_zeros, overwrite
+from engine.kernels.functions import described
 from engine.loading.weights import Weights
 from engine.measure.profile import Replay
 from engine.measure.timeline import timeline
@@ -88,7 +89,7 @@ class NvidiaRunner:
         # read as replies are, token by token.
         self._first_sizes = sizes[: 1 if parallel > 1 else 0] if is_early else sizes
         rates = chip().rates  # beside what else the kernels follow from
-        self._set_up = weights.spec, context_length, parallel, kv, pictures, rates
+        self._set_up = (described((weights.spec, context_length, parallel, kv, pictures, rates)),)
         self._model = model = allocate(weights, context_length, self.max_chunk, parallel, kv, pictures)
         self._angles = MRopeAngles(model, context_length, parallel, pictures)
         self._input_scales = InputScales()
