@@ -97,6 +97,9 @@ async def test_both_sides_say_the_same_of_their_figures():
     view = replace(DONE, left=replace(LEFT, decode=1204.0), right=replace(RIGHT, share=0.4))
     async with showing(view, (60, 20)) as (pane, _):
         assert line_with(pane, "GB/s") == "modelled GB/s 42.4 44.3"
+    async with showing(view, (38, 20)) as (pane, _):
+        assert line_with(pane, "21 ms").split()[0] == "first"
+        assert line_with(pane, "952").split() == ["prefill", "1,905", "◀", "2.00×", "952.5"]
     async with showing(view, (28, 12)) as (pane, _):
         assert line_with(pane, "1,204").replace("◀", " ◀ ").split() == ["1,204", "◀", "20.07×", "60.0"]
 

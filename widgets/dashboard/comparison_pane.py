@@ -218,8 +218,11 @@ class FigureTable(Widget):
         return Content("\n").join([_figure_line(width, row) for row in rows])
 
 
+_SHORT = {"first token": "first", "modelled GB/s": "GB/s"}
+
+
 def _figure_line(width: int, row: FigureRow) -> Content:
-    """`label          left  ◀ 2.71×  right`. Both figures are shortened alike if one does not fit."""
+    """`label          left  ◀ 2.71×  right`. Both figures are shortened alike if one does not fit, then the label."""
     left, label, ratio, right = row
     middle = 13 if width >= STACKED_WIDTH else 9
     side = max(0, (width - middle) // 2)
@@ -228,6 +231,10 @@ def _figure_line(width: int, row: FigureRow) -> Content:
     if max(len(left), len(right)) > side:
         left, right = left.partition(" ")[0], right.partition(" ")[0]
     left = left[:side]
+    if len(label) >= side - len(left):
+        label = _SHORT.get(label, label)
+    if len(label) >= side - len(left) and left.endswith(" tok/s"):
+        left, right = left.partition(" ")[0], right.partition(" ")[0]
     if len(label) >= side - len(left):
         label = ""
     return Content.assemble(
