@@ -46,6 +46,12 @@ def test_how_long_requests_wait_for_their_first_token(width, says):
     assert texts(ClientGraph().draw(data, width, 12))[0] == "80 tok/s  prefill 1.2k tok/s" + says
 
 
+def test_the_last_clients_leave_their_lines_to_the_graph():
+    _, *graph, axis, legend = texts(ClientGraph().draw(TWO, 26, 5))
+    assert len(graph) == 2 and axis.endswith(" now") and legend == "█ 10.0.0.1 60 tok/s …"
+    assert len(ClientGraph().draw(TWO, 26, 3)) == 3
+
+
 def test_more_clients_than_patterns_are_others():
     tokens = {f"10.0.0.{i}": 2 for i in range(9)}
     *_, legend = texts(ClientGraph().draw(ClientThroughput({9: tokens}, last=9), 200, 12))
