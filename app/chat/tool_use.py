@@ -15,8 +15,8 @@ from app.chat.settings import remember, remembered
 from app.chat.view import Permission, View
 from app.tools.toolbox import Tool, Toolbox
 from engine.errors import OrinError, UsageError
-from engine.formats.tool_calls import FunctionCall, ToolCallParser
-from engine.formats.tool_forms import ToolForm
+from engine.formats.tools.calls import FunctionCall, ToolCallParser
+from engine.formats.tools.forms import ToolForm
 from engine.protocol.events import Chat, Event, Finished, Generate, Thinking, Token
 from widgets.chat.turn import Call, CallState, Turn
 

@@ -11,7 +11,7 @@ from app.screens.engine_actions import EngineActions
 from app.tools.form import form_of
 from app.tools.toolbox import NONE, Toolbox
 from engine.errors import UsageError
-from engine.formats.tool_forms import ToolForm
+from engine.formats.tools.forms import ToolForm
 from widgets.chat.tool_question import ANSWERS
 from widgets.page import Frame, Page
 from widgets.text import one_line

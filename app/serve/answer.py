@@ -11,7 +11,7 @@ from typing import Literal
 from app.serve.errors import of_failure, unavailable
 from app.serve.line_ends import LineEnds
 from app.serve.stop_texts import StopTexts
-from engine.formats.tool_calls import FunctionCall, ToolCallParser
+from engine.formats.tools.calls import FunctionCall, ToolCallParser
 from engine.protocol.event_stream import AnswerStats
 from engine.protocol.events import Embedded, Event, Failed, Finished, Generate, Prefilling, Thinking, Token
 

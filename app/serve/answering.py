@@ -21,7 +21,7 @@ from app.serve.protocols import mistral
 from app.serve.protocols.common.reply import Asked, Json, Reply
 from app.serve.service import Exchange
 from app.serve.stop_texts import StopTexts
-from engine.formats.tool_calls import ToolCallParser
+from engine.formats.tools.calls import ToolCallParser
 from engine.protocol.events import Chat, Generate
 from widgets.text import counted
 

@@ -28,7 +28,7 @@ from engine.formats.gguf import GGUF
 from engine.formats.pooling import pooling_of
 from engine.formats.template import ChatTemplate, Prompt
 from engine.formats.tokenizer import Tokenizer
-from engine.formats.tool_forms import ToolForm
+from engine.formats.tools.forms import ToolForm
 from engine.protocol.client import LocalEngine
 from engine.protocol.events import (
     Chat,

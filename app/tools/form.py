@@ -3,7 +3,7 @@
 from functools import lru_cache
 from pathlib import Path
 
-from engine.formats.tool_forms import HERMES, ToolForm
+from engine.formats.tools.forms import HERMES, ToolForm
 
 
 def form_of(model: Path | None) -> ToolForm | None:

@@ -9,7 +9,7 @@ from typing import Self
 
 from engine.formats.gguf import GGUF
 from engine.formats.string_array import StringArray
-from engine.formats.tool_forms import HERMES, ToolForm, shown_form
+from engine.formats.tools.forms import HERMES, ToolForm, shown_form
 
 _KEY = "tokenizer.chat_template"
 MIN_CONTEXT = 4096
@@ -48,7 +48,7 @@ class FileTemplates:
 
 
 def tool_form(file: GGUF) -> ToolForm | None:
-    """How the model of a file writes calls of tools: as its template shows, or as `told_tools` asks it to. None if its
+    """How the model of a file writes calls of tools: as its template shows, or as `tools.told` asks it to. None if its
     context is too short for that. Raises ModelFileError."""
     if form := shown_form(FileTemplates.of(file).of_calls):
         return form

@@ -33,8 +33,8 @@ from engine.formats.prompt_pictures import (
 from engine.formats.template_renderer import Broken, Refused, TemplateRenderer
 from engine.formats.thinking import HARMONY, MUSE, THINK, ThinkMarks, marks_of
 from engine.formats.tokenizer import Tokenizer
-from engine.formats.told_tools import joined, told, written
-from engine.formats.tool_forms import shown_form
+from engine.formats.tools.forms import shown_form
+from engine.formats.tools.told import joined, told, written
 from engine.protocol.events import PICTURE_MARK, Effort, Message, Picture, ToolCall
 
 
@@ -136,7 +136,7 @@ class ChatTemplate:
         """The conversation as a prompt, which ends where the model's reply begins; if the last message is the model's,
         it ends in that message, so that the model continues it. `think` asks a thinking model to think, or not to, and
         `effort` says how much (None: as the template has it). `tools` are those of `Chat`; if the template does not
-        show them, the system text does (`told_tools`).
+        show them, the system text does (`tools.told`).
 
         If the template refuses the conversation, it gets a simpler one: turns of the same role joined, system texts in
         user turns but for those at the beginning. If it refuses this too, or leaves out system texts, all of them are

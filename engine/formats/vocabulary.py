@@ -13,7 +13,7 @@ from engine.formats.gguf import GGUF, damaged, printable
 from engine.formats.pretokenizers import DEFAULT, GEMMA4, LINES, PRETOKENIZERS, UNSAID
 from engine.formats.string_array import StringArray
 from engine.formats.thinking import MARK_TOKENS
-from engine.formats.tool_forms import CALL_TOKENS
+from engine.formats.tools.forms import CALL_TOKENS
 
 # tokenizer.ggml.token_type: enum llama_token_type in include/llama.h
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -114,7 +114,7 @@ class Vocabulary:
             )
         hidden = np.flatnonzero(np.isin(self.types, (UNKNOWN, CONTROL))).tolist()
         shown = {special[mark] for mark in (MARK_TOKENS | CALL_TOKENS) & special.keys()} - self.eos_ids
-        self._hidden = frozenset(hidden) - shown  # `thinking` and `tool_calls` look for the marks
+        self._hidden = frozenset(hidden) - shown  # `thinking` and `tools.calls` look for the marks
         self.special_tokens: Mapping[str, int] = special
 
     def _ends(self, gguf: GGUF) -> set[int]:

@@ -18,7 +18,7 @@ import msgspec
 from engine.errors import BackendError, UsageError, one_line
 from engine.formats.picture_kind import media_type
 from engine.formats.thinking import ThinkSplitter, split_thinking
-from engine.formats.tool_calls import functions
+from engine.formats.tools.calls import functions
 from engine.peers import http
 from engine.peers.server_engine import ServerEngine, chosen_seed
 from engine.protocol.event_stream import AnswerStats
@@ -265,7 +265,7 @@ class _Calls:
 
     @property
     def text(self) -> str:
-        """The calls as `engine.formats.tool_calls.HERMES` has them."""
+        """The calls as `engine.formats.tools.calls.HERMES` has them."""
         calls = (
             json.dumps(
                 {"name": self._names.get(call.name or "", call.name), "arguments": call.arguments or "{}"}

@@ -21,8 +21,8 @@ from engine.errors import UsageError, one_line
 from engine.formats.channels import channel_marks
 from engine.formats.thinking import ReplySplitter
 from engine.formats.tokenizer import Tokenizer
-from engine.formats.tool_forms import CALL_TOKENS
-from engine.formats.tool_grammars import WHITE_SPACE
+from engine.formats.tools.forms import CALL_TOKENS
+from engine.formats.tools.grammars import WHITE_SPACE
 from engine.protocol.events import Grammar
 from engine.runtime.number_end import MAX_DIGITS, DigitTokens
 from engine.runtime.sampling import Logits

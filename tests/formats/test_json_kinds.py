@@ -3,10 +3,10 @@ from unittest import mock
 
 import pytest
 
-from engine.formats import json_kinds
-from engine.formats.json_kinds import KindsOf, read
-from engine.formats.tool_calls import ToolCallParser
-from engine.formats.tool_forms import QWEN_XML
+from engine.formats.tools import json_kinds
+from engine.formats.tools.calls import ToolCallParser
+from engine.formats.tools.forms import QWEN_XML
+from engine.formats.tools.json_kinds import KindsOf, read
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}}
 WHOLE = {"$defs": {"point": POINT, "a/b": {"$ref": "#/$defs/point"}, "loop": {"$ref": "#/$defs/loop"}}}

@@ -8,8 +8,8 @@ from datetime import datetime, time
 import numpy as np
 import pytest
 
-from engine.formats.json_leniency import loosened
-from engine.formats.tool_grammars import WHITE_SPACE, reply_grammar, schema_grammar
+from engine.formats.tools.grammars import WHITE_SPACE, reply_grammar, schema_grammar
+from engine.formats.tools.json_leniency import loosened
 from tests.formats.test_tool_grammars import CALLS, VOCABULARY
 from tests.thorough import rarely
 

@@ -16,8 +16,8 @@ from engine.formats import template_renderer
 from engine.formats.gguf import GGUF
 from engine.formats.template import ChatTemplate
 from engine.formats.tokenizer import Tokenizer
-from engine.formats.tool_calls import ToolCallParser
-from engine.formats.tool_forms import LFM
+from engine.formats.tools.calls import ToolCallParser
+from engine.formats.tools.forms import LFM
 from engine.protocol.events import Message, ToolCall
 from tests.formats.vocabularies import CONTROL, USER_DEFINED, byte_level, decode, sentencepiece, spelled_out
 from tests.paths import SHARED

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.formats import tool_calls
-from engine.formats.tool_calls import FunctionCall, ToolCallParser
-from engine.formats.tool_forms import (
+from engine.formats.tools import calls
+from engine.formats.tools.calls import FunctionCall, ToolCallParser
+from engine.formats.tools.forms import (
     APERTUS,
     APRIEL,
     COHERE,
@@ -320,6 +320,6 @@ def test_each_piece_asks_whether_a_call_begins_in_a_bounded_part_of_what_is_held
     """20,000 digits after the mark of a call took 35 s."""
     asked = []
     pattern = SimpleNamespace(match=lambda text: asked.append(len(text)))
-    monkeypatch.setattr(tool_calls, "_JSON_BEGINNINGS", ((pattern, None),))
+    monkeypatch.setattr(calls, "_JSON_BEGINNINGS", ((pattern, None),))
     parts(HERMES, ["<tool_call>", *"9" * 1500], in_pieces=True)
-    assert max(asked) == tool_calls._MAX_BEGINNING < 1500
+    assert max(asked) == calls._MAX_BEGINNING < 1500

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from engine.errors import UsageError
 from engine.formats.channels import ChannelSplitter, channel_marks
-from engine.formats.json_formats import with_strict_formats
-from engine.formats.json_leniency import NOT_KEPT, closed, loosened, without_needless
-from engine.formats.tool_calls import FunctionCall, ToolCallParser
-from engine.formats.tool_forms import (
+from engine.formats.tools.calls import FunctionCall, ToolCallParser
+from engine.formats.tools.forms import (
     APERTUS,
     COHERE,
     FUNCTIONARY,
@@ -36,7 +34,9 @@ from engine.formats.tool_forms import (
     QWEN_XML,
     SEED,
 )
-from engine.formats.tool_grammars import reply_grammar, schema_grammar
+from engine.formats.tools.grammars import reply_grammar, schema_grammar
+from engine.formats.tools.json_formats import with_strict_formats
+from engine.formats.tools.json_leniency import NOT_KEPT, closed, loosened, without_needless
 
 llguidance = pytest.importorskip("llguidance")
 PARAMETERS = {

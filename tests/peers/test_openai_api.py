@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from engine.formats.tool_calls import ToolCallParser
-from engine.formats.tool_forms import HERMES
+from engine.formats.tools.calls import ToolCallParser
+from engine.formats.tools.forms import HERMES
 from engine.peers import openai_api
 from engine.peers.openai_api import OpenAIEngine
 from engine.protocol.events import (

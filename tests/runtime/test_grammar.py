@@ -12,9 +12,9 @@ import pytest
 from engine.errors import UsageError
 from engine.formats.thinking import THINK, ThinkSplitter
 from engine.formats.tokenizer import Tokenizer
-from engine.formats.tool_calls import ToolCallParser
-from engine.formats.tool_forms import GEMMA, shown_form
-from engine.formats.tool_grammars import reply_grammar
+from engine.formats.tools.calls import ToolCallParser
+from engine.formats.tools.forms import GEMMA, shown_form
+from engine.formats.tools.grammars import reply_grammar
 from engine.protocol.events import Chat, Generate, Grammar, Message, RawText, Sampling, Thinking, Token
 from engine.runtime import grammar
 from engine.runtime.grammar import Grammars

@@ -20,7 +20,7 @@ from app.chat.history import History
 from app.screens.chat_app import ChatApp
 from app.tools.messages import Server
 from app.tools.toolbox import Toolbox
-from engine.formats.tool_forms import HERMES
+from engine.formats.tools.forms import HERMES
 from engine.protocol.events import ModelInfo
 from tests.app.fake_engine import READY, FakeEngine, reply
 from tests.paths import ROOT

@@ -25,7 +25,7 @@ from app.serve.protocols.common.tools import Choice, Named, ToolChoice, Tools, c
 from app.serve.service import Service
 from engine.formats.template import Prompt
 from engine.formats.tokenizer import Tokenizer
-from engine.formats.tool_grammars import reply_grammar
+from engine.formats.tools.grammars import reply_grammar
 from engine.protocol.events import Chat, Generate, Grammar, Prefilling, Token
 
 

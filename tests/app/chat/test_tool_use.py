@@ -17,7 +17,7 @@ from app.chat.tool_use import Permissions
 from app.chat.view import View
 from app.cli.oneshot_tools import OneShotTools
 from app.tools.toolbox import Returned
-from engine.formats.tool_forms import GRANITE, HARMONY, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_XML
+from engine.formats.tools.forms import GRANITE, HARMONY, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_XML
 from engine.protocol.events import Chat, Failed, Generate, Message, Token
 from tests.app.fake_engine import FakeEngine, reply
 from tests.app.tools.fake_toolbox import FakeToolbox

@@ -7,7 +7,7 @@ import pytest
 
 from app.lines.line_chat import LineChat
 from app.tools.toolbox import Returned
-from engine.formats.tool_forms import HERMES
+from engine.formats.tools.forms import HERMES
 from tests.app.chat.test_tool_use import READ, called
 from tests.app.fake_engine import FakeEngine, reply
 from tests.app.lines.test_line_chat import Script

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.tools.toolbox import Returned
-from engine.formats.tool_forms import HERMES
+from engine.formats.tools.forms import HERMES
 from tests.app.chat.test_tool_use import READ, called
 from tests.app.driver import chat
 from tests.app.fake_engine import FakeEngine, reply

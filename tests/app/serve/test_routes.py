@@ -7,7 +7,7 @@ import json
 import pytest
 
 from app.serve.routes import application
-from engine.formats.tool_forms import HARMONY
+from engine.formats.tools.forms import HARMONY
 from engine.protocol.events import Failed, RawText, Sampling, Token, TokenIds, TopToken
 from tests.app.fake_engine import READY, TOO_LONG, FakeEngine, reply, tokens
 from tests.app.serve.conftest import HELLO, WEATHER, error, events

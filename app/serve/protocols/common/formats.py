@@ -12,8 +12,8 @@ import msgspec
 
 from app.serve.errors import ApiError, wrong
 from app.serve.protocols.common.json_values import check_size, check_texts
-from engine.formats.json_leniency import closed, loosened, without_needless
-from engine.formats.tool_grammars import choice_grammar, schema_grammar
+from engine.formats.tools.grammars import choice_grammar, schema_grammar
+from engine.formats.tools.json_leniency import closed, loosened, without_needless
 from engine.protocol.events import Grammar
 
 MAX_GRAMMAR = 1 << 14

@@ -14,7 +14,7 @@ import msgspec
 
 from app.serve.errors import wrong
 from app.serve.protocols.common.json_values import check_size, converted
-from engine.formats.tool_forms import HARMONY, ToolForm
+from engine.formats.tools.forms import HARMONY, ToolForm
 
 INPUT = "input"
 

@@ -5,9 +5,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from engine.formats.json_kinds import ANY, TEXT, KindsOf, read
 from engine.formats.thinking import overlap
-from engine.formats.tool_forms import Tags
+from engine.formats.tools.forms import Tags
+from engine.formats.tools.json_kinds import ANY, TEXT, KindsOf, read
 
 
 class Arguments(Protocol):

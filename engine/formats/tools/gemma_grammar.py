@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from engine.formats.json_kinds import KindsOf
+from engine.formats.tools.json_kinds import KindsOf
 
 _QUOTE = json.dumps('<|"|>')
 _MAX_DEPTH = 4

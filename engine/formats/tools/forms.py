@@ -2,7 +2,7 @@
 
 A client describes tools in OpenAI's form: a JSON array of {"type": "function", "function": {"name", "description",
 "parameters"}}, in which the parameters are a JSON schema. The chat template shows them to the model; if it shows none,
-`told_tools` does.
+`told` does.
 """
 
 import re

@@ -7,12 +7,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from engine.formats.gemma_grammar import GEMMA_RULES, gemma_call, parameters, separated
-from engine.formats.json_formats import with_strict_formats
-from engine.formats.json_kinds import KindsOf
-from engine.formats.json_leniency import closed, loosened, moved, without_needless
-from engine.formats.tool_calls import functions
-from engine.formats.tool_forms import HARMONY, Tags, ToolForm
+from engine.formats.tools.calls import functions
+from engine.formats.tools.forms import HARMONY, Tags, ToolForm
+from engine.formats.tools.gemma_grammar import GEMMA_RULES, gemma_call, parameters, separated
+from engine.formats.tools.json_formats import with_strict_formats
+from engine.formats.tools.json_kinds import KindsOf
+from engine.formats.tools.json_leniency import closed, loosened, moved, without_needless
 from engine.protocol.events import Grammar
 
 # Where JSON may have white space: without a bound, a model could go on with it for ever.

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from engine.formats.json_subschemas import with_subschemas
+from engine.formats.tools.json_subschemas import with_subschemas
 
 NOT_KEPT = (
     "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames",

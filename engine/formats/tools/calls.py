@@ -1,4 +1,4 @@
-"""Takes the calls of tools out of a streamed reply, in the form in which its model writes them (`tool_forms`)."""
+"""Takes the calls of tools out of a streamed reply, in the form in which its model writes them (`forms`)."""
 
 import ast
 import json
@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from engine.formats.thinking import overlap
-from engine.formats.tool_arguments import Arguments, GemmaArguments, JsonArguments, TagArguments
-from engine.formats.tool_forms import QWEN_XML, ToolForm
+from engine.formats.tools.arguments import Arguments, GemmaArguments, JsonArguments, TagArguments
+from engine.formats.tools.forms import QWEN_XML, ToolForm
 
 
 class FunctionCall(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from engine.formats.tool_forms import HERMES, ToolForm
+from engine.formats.tools.forms import HERMES, ToolForm
 from engine.protocol.events import Message, ToolCall
 
 _OPEN, _CLOSE = f"{HERMES.opens[0]}\n", f"\n{HERMES.close}"
