@@ -117,9 +117,12 @@ def recording_engine(
 
 
 def _mean_and_deviation(values: list[float]) -> str:
-    digits = 0 if mean(values) >= 99.95 else 1
-    deviation = f" ± {stdev(values):,.{digits}f}" if len(values) > 1 else ""
-    return f"{mean(values):,.{digits}f}{deviation}"
+    """84.2 ± 0.6; the lowest and the highest of speeds that are far apart, as on a machine that was busy at times."""
+    middle, apart = mean(values), stdev(values) if len(values) > 1 else 0.0
+    digits = 0 if middle >= 99.95 else 1
+    if apart > middle / 2:
+        return f"{min(values):,.{digits}f} to {max(values):,.{digits}f}"
+    return f"{middle:,.{digits}f}" + (f" ± {apart:,.{digits}f}" if len(values) > 1 else "")
 
 
 # --- the file: machine name -> resolved path -> record (several machines may share a home folder) -----------

@@ -314,6 +314,9 @@ def test_speeds_are_kept_by_model_machine_and_preset(monkeypatch):
     assert set(known) == {"cuda", "cpu"}
     assert str(known["cuda"]).startswith("decode 84.0 ± 1.0, prefill 1,200 ± 0 tok/s (20")
     assert str(known["cpu"]).startswith("decode 20.0 tok/s (")
+    for decode_rate in (977.0, 40.0):  # a machine that was busy for one of them
+        speed_history.record_run(model, "graph", decode=decode_rate, prefill=None)
+    assert str(speed_history.preset_speeds(model)["graph"]).startswith("decode 40 to 977 tok/s (")
     monkeypatch.setattr(speed_history.platform, "node", lambda: "another")
     assert speed_history.preset_speeds(model) == {}
 

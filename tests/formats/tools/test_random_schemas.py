@@ -10,7 +10,7 @@ import pytest
 
 from engine.formats.tools.grammars import WHITE_SPACE, reply_grammar, schema_grammar
 from engine.formats.tools.json_leniency import loosened
-from tests.formats.test_tool_grammars import CALLS, VOCABULARY
+from tests.formats.tools.test_grammars import CALLS, VOCABULARY
 from tests.thorough import rarely
 
 llguidance = pytest.importorskip("llguidance")
