@@ -41,7 +41,8 @@ class _Encoder:
         self.kind = {"qwen2.5o": "qwen2.5vl_merger", "lightonocr": "pixtral"}.get(self.named, self.named)
         self.merge = KINDS[self.named] if self.merged else 1
         self.joined = self.merge**2 * self.dim
-        layers = 1 + (self.deep or self.kind == "qwen2.5vl_merger")  # the first one of which has windows
+        # the first one of which has windows, or comes before fewer patches
+        layers = 1 + (self.deep or self.kind in ("qwen2.5vl_merger", "minicpmv4_6"))
         self.layers = max(self.features, default=layers) if self.kind != "gemma4uv" else 0
         self.side = self.side or (16 if self.kind == "deepseekocr" else 2 * self.merge) * self.patch
         self.rng, self.writer = np.random.default_rng(self.seed), gguf.GGUFWriter(str(self.path), "clip")
@@ -52,7 +53,7 @@ class _Encoder:
         self.has_biases = self.is_qwen or self.kind in (
             "paddleocr", "kimivl", "kimik25", "lfm2", "mlp", "resampler", "phi4", "janus_pro", "gemma3", "idefics3",
             "internvl", "llama4", "nemotron_v2_vl", "gemma4uv", "hunyuanvl",
-            "deepseekocr",
+            "deepseekocr", "minicpmv4_6",
         )  # fmt: skip
 
     def write(self) -> Path:
@@ -60,6 +61,8 @@ class _Encoder:
         self._patches()
         for i in range(self.layers):
             self._layer(i)
+        if self.kind == "minicpmv4_6":
+            self._reduction()
         if self.deep:
             self.norm("v.deepstack.0.norm", self.joined)
             self.matrix("v.deepstack.0.fc1", self.joined, self.joined)
@@ -143,6 +146,9 @@ class _Encoder:
             writer.add_uint32("clip.vision.preproc_image_size", 3 * self.side)
         if kind == "qwen2.5vl_merger":
             writer.add_uint32("clip.vision.n_wa_pattern", 2)
+        if kind == "minicpmv4_6":
+            writer.add_uint32("clip.vision.projector.scale_factor", merge)
+            writer.add_array("clip.vision.wa_layer_indexes", [0])
         if kind == "deepseekocr":
             for key, value in {"embedding_length": WIDTH, "block_count": 3, "head_count": 3}.items():
                 writer.add_uint32(f"clip.vision.sam.{key}", value)
@@ -177,7 +183,7 @@ class _Encoder:
             "internvl": (n + 1,), "llama4": (n + 1,), "mlp": (n + self.has_class,), "resampler": (4900,),
             "phi4": (16,), "janus_pro": (n,), "nemotron_v2_vl": (n,), "kimik25": (4, 4), "paddleocr": (9,),
             "kimivl": (16,), "lfm2": (256,), "glm4v": (36,), "hunyuanvl": (36,),
-            "deepseekocr": (n + 1,),
+            "deepseekocr": (n + 1,), "minicpmv4_6": (4900,),
         }  # fmt: skip
         if kind in places:
             self.tensor("v.position_embd.weight", *places[kind], dim, std=0.5)
@@ -238,8 +244,23 @@ class _Encoder:
             self.matrix(prefix + "ffn_gate", self.width, dim)
         self.matrix(prefix + "ffn_down", dim, self.width)
 
+    def _reduction(self) -> None:
+        """Attention within squares of patches, and what makes one row of each."""
+        prefix, joined = "v.vit_merger.", 4 * self.dim
+        self.norm(prefix + "ln1")
+        for name in "attn_q", "attn_k", "attn_v", "attn_out":
+            self.matrix(prefix + name, self.dim, self.dim)
+        self.norm(prefix + "ds_ln", joined)
+        self.matrix(prefix + "ds_ffn_up", 4 * self.width, joined)
+        self.matrix(prefix + "ds_ffn_down", self.dim, 4 * self.width)
+
     def _projector(self) -> None:
         match self.kind:
+            case "minicpmv4_6":
+                self.norm("v.post_ln")
+                self.norm("mm.input_norm", 4 * self.dim)
+                self.matrix("mm.up", 4 * self.dim, 4 * self.dim)
+                self.matrix("mm.down", self.out, 4 * self.dim)
             case "qwen2vl_merger" | "qwen2.5vl_merger" | "qwen3vl_merger":
                 self.norm("v.post_ln")
                 self.matrix("mm.0", self.joined, self.joined)

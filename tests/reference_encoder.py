@@ -58,16 +58,18 @@ class ReferenceEncoder:
         return self._with_ends(whole.reshape(-1, whole.shape[-1]), len(whole), is_end=False)
 
     def _square(self, rgb: NDArray[np.uint8]) -> Floats:
-        spec, p, m = self.spec, self.spec.patch, self.spec.merge
+        spec, p, m, k = self.spec, self.spec.patch, self.spec.merge, self.spec.square
         pixels = ((rgb / np.float32(255) - spec.mean) / spec.std).astype(np.float32)
         rows, columns = rgb.shape[0] // p, rgb.shape[1] // p
         self._places = np.array(
             [
-                (r * m + i, c * m + j)
+                (r * m + i * k + y, c * m + j * k + x)
                 for r in range(rows // m)
                 for c in range(columns // m)
-                for i in range(m)
-                for j in range(m)
+                for i in range(m // k)
+                for j in range(m // k)
+                for y in range(k)
+                for x in range(k)
             ]
         )
         patches = [
@@ -110,11 +112,15 @@ class ReferenceEncoder:
                 else self._fed(operator, h)
             )
             x = x + (self._normed(y, sublayer.post_norm) if sublayer.post_norm else y)
+            if spec.reduction and len(seen) == spec.reduction.sublayers:
+                squares = x.reshape(-1, k * k, spec.dim)
+                joined = self._normed(squares.reshape(len(squares), -1), spec.reduction.norm)
+                x = squares.mean(1) + self._fed(spec.reduction.feed_forward, joined)
             seen.append(x)
         results = []
         for projector in spec.projectors:
             x = np.concatenate([seen[i] for i in (*projector.earlier, projector.sublayers)], axis=1)
-            x = x[: len(self._places)]
+            x = x[: len(x) - spec.summary_rows]
             x = np.concatenate([x, stem], axis=1) if stem is not None and projector.reads_stem else x
             for step in projector.steps:
                 x = self._step(step, x)
@@ -234,7 +240,7 @@ class ReferenceEncoder:
         result = np.empty_like(v)
         windows = np.zeros((len(x), 2), int)
         if a.windowed:
-            windows = self._places // (self.spec.window * self.spec.merge)
+            windows = self._places // (self.spec.window * self.spec.merge or self.spec.square)
         for i, window in enumerate(windows):
             seen = (windows == window).all(1)
             scores = np.einsum("hd,khd->hk", q[i], k[seen]) * np.float32(a.scale)
@@ -268,7 +274,7 @@ class ReferenceEncoder:
                 x = x - self._vector(minus) if minus else x
                 return x * self._vector(times) if times else x
             case Merge(how=how):
-                x = x.reshape(-1, self.spec.merge**2, self.spec.dim)
+                x = x.reshape(-1, self.spec.last_merge**2, self.spec.dim)
                 if how == "mean":
                     return x.mean(1)
                 return (x.transpose(0, 2, 1) if how == "channels" else x).reshape(len(x), -1)

@@ -171,11 +171,12 @@ def encoder_input(
     spec: VisionSpec, rgb: NDArray[np.uint8], vector: Callable[[Vector], Floats]
 ) -> EncoderInput:
     """The input for a picture that `resized` gave. `vector` reads one of the encoder's."""
-    p, m, table = spec.patch, spec.merge, position_table(spec, vector)
+    p, m, k, table = spec.patch, spec.merge, spec.square, position_table(spec, vector)
     grid = Grid(rgb.shape[0] // (p * m), rgb.shape[1] // (p * m))
     mean, std = (np.asarray(of, np.float32) for of in (spec.mean, spec.std))
     x = (arranged(spec, rgb).astype(np.float32) / np.float32(255) - mean) / std
-    squares = x.reshape(grid.rows, m, p, grid.columns, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    squares = x.reshape(grid.rows, m // k, k, p, grid.columns, m // k, k, p, 3)
+    squares = squares.transpose(0, 4, 1, 5, 2, 6, 8, 3, 7)
     places = places_of(spec, grid, 0 if table is None else len(table))
     added: Floats | None = None
     if table is not None:
@@ -214,10 +215,13 @@ def arranged(spec: VisionSpec, rgb: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 def places_of(spec: VisionSpec, grid: Grid, n: int) -> Places:
     """The places of a picture of `grid`, for an encoder whose table of positions has `n` rows. See `Positions`."""
-    m = spec.merge
+    m, k = spec.merge, spec.square
     down, across = grid.rows * m, grid.columns * m
-    ys, xs = (_in_order(of, grid.rows, grid.columns, m) for of in np.mgrid[:down, :across])
+    ys, xs = (_in_order(of, grid, m, k) for of in np.mgrid[:down, :across])
     windows = None
+    if spec.reduction:
+        of_square = np.arange(len(ys), dtype=np.int32) // k**2 * k**2
+        windows = np.stack([of_square, of_square + k**2], 1)
     if spec.window:
         order, lengths = _order(spec.window, grid)
         ys, xs = (of.reshape(-1, m * m)[order].ravel() for of in (ys, xs))
@@ -305,9 +309,11 @@ def _order(window: int, grid: Grid) -> tuple[NDArray[np.intp], NDArray[np.intp]]
     return np.argsort(of, kind="stable"), np.unique(of, return_counts=True)[1]
 
 
-def _in_order(of: Ints, rows: int, columns: int, m: int) -> Ints:
-    """A number of each patch, (rows * m, columns * m), in the order of tokens."""
-    return of.reshape(rows, m, columns, m).transpose(0, 2, 1, 3).ravel()
+def _in_order(of: Ints, grid: Grid, m: int, k: int) -> Ints:
+    """A number of each patch, (rows * m, columns * m), in the order of tokens, with those of squares of k x k patches
+    next to each other."""
+    squares = of.reshape(grid.rows, m // k, k, grid.columns, m // k, k)
+    return squares.transpose(0, 3, 1, 4, 2, 5).ravel()
 
 
 def _stretched(n: int, ys: Ints, xs: Ints, shape: tuple[int, int]) -> tuple[Ints, Shares]:

@@ -81,7 +81,7 @@ class PictureReader(CheckedFile):
         side = self.size("image_size")
         if self.named == "lightonocr":
             side = self.size("preproc_image_size", side)
-        if self.kind == "resampler" and align <= side <= MAX_SIDE:
+        if self.kind in ("resampler", "minicpmv4_6") and align <= side <= MAX_SIDE:
             return SizeRule("mean", align, side)
         is_tiled = self.kind in (
             "idefics3", "internvl", "mlp", "resampler", "janus_pro", "llama4", "nemotron_v2_vl",
@@ -113,7 +113,7 @@ class PictureReader(CheckedFile):
                 side = math.isqrt(_AREA_TOKENS[self.kind][1]) * align
                 area = _LFM2_TOLERANCE * side**2
                 rule = TileRule(side, "shape", least=least, most=most, area=area, align=align)
-            case "resampler":
+            case "resampler" | "minicpmv4_6":
                 rule = TileRule(side, "mean", most=_MOST_SLICES, align=align)
             case "llama4":
                 rule = TileRule(side, "canvas", most=_LLAMA4_TILES)

@@ -154,6 +154,8 @@ class ProjectorReader(CheckedFile):
                 return out, self.gated_steps(out)
             case "hunyuanvl":
                 return out, self.convolved_steps(out)
+            case "minicpmv4_6":
+                return out, self.last_four_steps(out)
             case "deepseekocr":
                 return out, (*self.last_norms(), self.linear("mm.model.fc", out, 2 * dim))
             case "gemma4v":
@@ -271,6 +273,13 @@ class ProjectorReader(CheckedFile):
             self.linear("mm.model.fc", out, width),
             self.norm("mm.post_norm", out),
         )
+
+    def last_four_steps(self, out: int) -> tuple[ProjectorStep, ...]:
+        """The steps of MiniCPM-V 4.6's projector, of four rows a token."""
+        joined, width = 4 * self.dim, self.rows_of("mm.up")
+        first, last = self.linear("mm.up", width, joined), self.linear("mm.down", out, width)
+        norm = self.norm("mm.input_norm", joined)
+        return (*self.last_norms(), Merge("join"), norm, first, Activate("exact gelu"), last)
 
     def gated_steps(self, out: int) -> tuple[ProjectorStep, ...]:
         """The steps of GLM's projector: patches are merged by a convolution, and a feed-forward layer comes last."""

@@ -1,7 +1,7 @@
 """The description of an encoder of pictures: data that `engine.description.vision_reader` reads from an "mmproj" file.
 
     x = patches @ kernels + bias + positions;  x = norm(x)
-    for each sublayer:  x += post_norm(operator(norm(x)))
+    for each sublayer:  x += post_norm(operator(norm(x)))  (and after one of them, there may be fewer rows: `Reduction`)
     for each projector:  y = x after so many sublayers;  for each of its steps:  y = step(y)
 
 x has a row for each patch. The patches of a token follow each other, row by row of their square, so that they can be
@@ -189,6 +189,17 @@ class Stem:
 
 
 @dataclass(frozen=True)
+class Reduction:
+    """What makes one row of those of a square of patches, `side` a side, after so many `sublayers`: their mean, and
+    what `feed_forward` makes of norm(all of them, one after the other). Attention with windows is within a square."""
+
+    sublayers: int
+    side: int
+    norm: Norm
+    feed_forward: PatchFeedForward
+
+
+@dataclass(frozen=True)
 class Rotations:
     """Radians by which each pair of a head turns for each row of patches, and for each column: (head_dim / 2,). Rows
     and columns are counted from `first` on."""
@@ -252,7 +263,8 @@ class VisionSpec:
     colour of 0 to 255, makes a picture square. A `summary` is one more row, after those of all patches, or several:
     what stands in place of a patch's product. They are part of no token, and are not rotated. The pixels of a patch are
     normed by `pixel_norm`. A `stem` takes the place of `kernels`. With one, all tiles are read as one grid of tokens,
-    in which the last row has an end, too."""
+    in which the last row has an end, too. With a `reduction`, the patches of a token follow each other square by
+    square, and those of each square row by row."""
 
     kind: str
     name: str
@@ -278,6 +290,7 @@ class VisionSpec:
     summary: Vector | None = None
     pixel_norm: Norm | None = None
     stem: Stem | None = None
+    reduction: Reduction | None = None
 
     def weights(self) -> Iterator[Weight]:
         """All matrices."""
@@ -302,6 +315,20 @@ class VisionSpec:
     def queries(self) -> int:
         """The embeddings of a picture, or of each part of it, if these are fixed; else 0."""
         return next((step.count for step in self.projector_steps if isinstance(step, QueryAttention)), 0)
+
+    @property
+    def has_windows(self) -> bool:
+        return self.window > 0 or self.reduction is not None
+
+    @property
+    def square(self) -> int:
+        """The side of the squares of patches that become one row before the last one does; 1 if none do."""
+        return self.reduction.side if self.reduction else 1
+
+    @property
+    def last_merge(self) -> int:
+        """So many rows a side become a token at last."""
+        return self.merge // self.square
 
     @property
     def width(self) -> int:

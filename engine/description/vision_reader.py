@@ -28,6 +28,7 @@ from engine.description.vision import (
     Positions,
     Projector,
     ProjectorStep,
+    Reduction,
     ResizedPositions,
     Rotations,
     VisionSpec,
@@ -65,13 +66,14 @@ KINDS = {
     "nemotron_v2_vl": 2,
     "hunyuanvl": 2,
     "deepseekocr": 1,
+    "minicpmv4_6": 4,
 }
 """The projector types that the engine runs, and how many patches a side become a token if a file does not say."""
 MINICPM_2_5 = "resampler 2.5"
 """The kind of encoders of MiniCPM-V 2.5: they differ in the texts around pictures."""
 FITTING = {
     "qwen2vl": ("qwen2.5vl_merger", "qwen2vl_merger", "qwen2.5o"),
-    "qwen35": ("qwen3vl_merger",),
+    "qwen35": ("qwen3vl_merger", "minicpmv4_6"),
     "qwen35moe": ("qwen3vl_merger",),
     "qwen3vl": ("qwen3vl_merger",),
     "qwen3vlmoe": ("qwen3vl_merger",),
@@ -118,6 +120,8 @@ _RESIZED: dict[str, ResizedPositions] = {
 }
 _MORE_PLACES = {"hunyuanvl": 0.1}
 """`Positions.more` of the published code, which guards so against sizes that are rounded down."""
+_REDUCTION = "v.vit_merger."
+"""How the names of tensors begin between two layers of MiniCPM-V 4.6, where four patches become one row."""
 _WINDOW = 112
 """The side of a window of Qwen 2.5 VL in pixels."""
 _MOST_PATCHES = 1 << 15
@@ -202,7 +206,13 @@ class _Reader(ProjectorReader, PictureReader):
         out, steps = self.projector()
         *earlier, last = self.features or [layers]
         stem = read_stem(self, self.size("window_size")) if self.kind == "deepseekocr" else None
-        first = Projector(2 * last, steps, tuple(2 * i for i in earlier), stem is not None)
+        sublayers = [sublayer for i in range(layers) for sublayer in self.layer(i)]
+        reduction = self.reduction(layers)
+        if reduction:  # attention within its squares comes right before it
+            attend = PatchSublayer(self.norm(f"{_REDUCTION}ln1"), self.attention(_REDUCTION, True), None)
+            sublayers.insert(reduction.sublayers - 1, attend)
+        read = len(sublayers) if reduction else 2 * last
+        first = Projector(read, steps, tuple(2 * i for i in earlier), stem is not None)
         projectors = first, *self.later_projectors(layers, out)
         spec = VisionSpec(
             kind=self.named,
@@ -218,17 +228,18 @@ class _Reader(ProjectorReader, PictureReader):
             bias=None if stem else self.vector("v.patch_embd.bias", self.dim),
             positions=self.positions(),
             norm=self.first_norm(),
-            sublayers=tuple(sublayer for i in range(layers) for sublayer in self.layer(i)),
+            sublayers=tuple(sublayers),
             rotations=self.rotations(),
             projectors=projectors,
             ends=self.ends(out, steps),
             window=self.window,
             tiles=self.tile_rule(),
-            whole_first=self.kind in ("mlp", "resampler"),
+            whole_first=self.kind in ("mlp", "resampler", "minicpmv4_6"),
             padding=self.padding(),
             summary=self.required("v.class_embd", *self.summary_shape) if self.has_summary else None,
             pixel_norm=None if self.has_layers else self.patch_norm(1, 3 * self.patch**2),
             stem=stem,
+            reduction=reduction,
         )
         if stem:
             self.used.add("v.patch_embd.weight")  # of an encoder without the stem
@@ -323,7 +334,7 @@ class _Reader(ProjectorReader, PictureReader):
         if math.isqrt(rows) ** 2 != rows or not rows or (is_smoothed and rows > 4 * least):
             raise damaged(self.file.path, f"the places of {name} are no square")
         table = self.required(name, rows, self.dim)
-        if self.kind == "resampler":
+        if self.kind in ("resampler", "minicpmv4_6"):
             return Positions(table, "nearest")
         is_later, more = self.has(f"{_GLM_NORM}.weight"), _MORE_PLACES.get(self.kind, 0.0)
         return Positions(table, _RESIZED.get(self.kind, "stretched"), is_later, more=more)
@@ -377,6 +388,21 @@ class _Reader(ProjectorReader, PictureReader):
                 self.file.path, f"its windows have no place for a token of {self.patch * self.merge} pixels"
             )
         return side
+
+    def reduction(self, layers: int) -> Reduction | None:
+        """That of MiniCPM-V 4.6. Files with `merge` 2 have none."""
+        if self.kind != "minicpmv4_6" or self.merge == 2:
+            return None
+        key = self.key("wa_layer_indexes")
+        found = self.file.get(key, np.ndarray, np.zeros(1, np.int32))
+        after = int(found[0]) if len(found) and found.dtype.kind in "iu" else -1
+        if not 0 <= after < layers or self.merge != 4:
+            raise damaged(self.file.path, f"{key} is no layer of {layers}")
+        joined, width = 4 * self.dim, self.rows_of(f"{_REDUCTION}ds_ffn_up")
+        up = self.linear(f"{_REDUCTION}ds_ffn_up", width, joined)
+        down = self.linear(f"{_REDUCTION}ds_ffn_down", self.dim, width)
+        norm = self.norm(f"{_REDUCTION}ds_ln", joined)
+        return Reduction(2 * after + 3, 2, norm, PatchFeedForward(None, up, down, "gelu"))
 
     def layer(self, i: int) -> Iterator[PatchSublayer]:
         def post(name: str, scale: str) -> Norm | None:

@@ -27,8 +27,8 @@ class Part(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class SizedPicture:
     """A picture at the size of an encoder: `rgbs`, uint8 (height, width, 3) of each of its `parts`, in the order in
-    which a model reads them. `ids`: of all tokens. `rows` and `columns`: those of tokens, if it is read as a grid,
-    which may be `framed` (`Ends.begin`). `key`: of what the encoder makes of its pixels."""
+    which a model reads them. `ids`: of all tokens. `rows` and `columns`: those of tokens, 0 if it is not read as a
+    grid, which may be `framed` (`Ends.begin`). `key`: of what the encoder makes of its pixels."""
 
     rgbs: tuple[NDArray[np.uint8], ...]
     rows: int
@@ -50,9 +50,10 @@ class PlacedPicture:
 @dataclass(frozen=True)
 class PictureMarks:
     """What a family's chat template writes for a picture, and what comes before and after its embeddings in its
-    place. The other texts are of pictures that are cut: those around each tile, between two of a row, after a row of
-    tiles before the next one, around all tiles, and around the whole picture. Those around the whole picture are also
-    around one that is not cut, unless that has `alone` before it."""
+    place. What comes before may have the picture's number, from 0 on. The other texts are of pictures that are cut:
+    those around each tile, between two of a row, after a row of tiles before the next one, around all tiles, and around
+    the whole picture. Those around the whole picture are also around one that is not cut, unless that has `alone`
+    before it."""
 
     written: str
     before: str = ""
@@ -87,6 +88,10 @@ PICTURE_MARKS = {
     "resampler": PictureMarks(
         "(<image>./</image>)\n", after="\n", tile="<slice>", tile_end="</slice>", row_end="\n", whole="<image>",
         whole_end="</image>",
+    ),
+    "minicpmv4_6": PictureMarks(
+        "<|image_pad|>", "<image_id>{picture}</image_id>", tile="<slice>", tile_end="</slice>", row_end="\n",
+        whole="<image>", whole_end="</image>",
     ),
     "resampler 2.5": PictureMarks(
         "(<image>./</image>)\n", after="\n", tiles="<slice>", tile="<image>", tile_end="</image>", row_end="\n",

@@ -237,7 +237,7 @@ class ChatTemplate:
                 ids += picture.ids
                 run = [(marks.after, True), *run]
             if i < len(pictures):
-                run = [*run, (marks.before, True)]
+                run = [*run, (marks.before.format(picture=i), True)]
             if most is not None and len(ids) > most:
                 n = f"{len(ids):,} tokens with its pictures"
                 sentence = f"The conversation has over {n}; the context holds {most:,}."

@@ -136,4 +136,5 @@ class EncoderFile:
         key, rgbs = f"{pixels.hash} {self._identity}", resized(self.spec, pixels.rgb)
         ids = picture_ids(key, sum(part.tokens for part in parts))
         is_framed = self.spec.ends is not None and self.spec.ends.begin is not None
-        return SizedPicture(rgbs, grid.rows, grid.columns, ids, key, parts, is_framed)
+        rows, columns = (0, 0) if self.spec.tiles else (grid.rows, grid.columns)
+        return SizedPicture(rgbs, rows, columns, ids, key, parts, is_framed)

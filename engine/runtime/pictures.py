@@ -7,6 +7,8 @@ In models whose rotary embeddings have a grid (`Rope.sections`), a token's posit
 a text are the same: one more than the last. Those of a picture at p are p, p + its row, p + its column; and the text
 after it goes on at p + the larger side. So positions are behind the places in the KV cache from the first picture on.
 
+Those of a picture that is no grid, as it was cut, are as those of a text.
+
 Those of a picture that is framed, whose rows have ends, are the place, the column, the row, and 0. What stands around
 all of it counts as text.
 """
@@ -151,6 +153,8 @@ class Pictures:
         out = np.broadcast_to(places, (4, n)).copy()
         for at, end in zip(self.placed, self.ends, strict=True):
             picture = at.picture
+            if not picture.columns:
+                continue
             if picture.framed:
                 inside = (places > at.first) & (places < end - 1)
                 rows, columns = np.divmod(places[inside] - at.first - 1, picture.columns + 1)

@@ -19,8 +19,10 @@ def test_every_kind_is_read(kind, tmp_path):
     spec = read_vision(GGUF(generated_encoder.write(tmp_path / "e.gguf", kind, out=128)))
     assert (spec.kind, spec.out, spec.merge) == (kind, 128, KINDS[kind])
     attention = [s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention)]
-    windowed = [True, False] if kind in ("qwen2.5vl_merger", "qwen2.5o") else [False]
-    assert [a.windowed for a in attention] == (windowed if kind != "gemma4uv" else [])
+    windowed = {"gemma4uv": [], "minicpmv4_6": [False, True, False]}
+    windowed |= {name: [True, False] for name in ("qwen2.5vl_merger", "qwen2.5o")}
+    assert [a.windowed for a in attention] == windowed.get(kind, [False])
+    assert bool(spec.reduction) == (kind == "minicpmv4_6")
     assert bool(spec.pixel_norm) == (not attention)
     of_places = (
         "gemma3",
@@ -34,12 +36,13 @@ def test_every_kind_is_read(kind, tmp_path):
         "nemotron_v2_vl",
         "hunyuanvl",
         "deepseekocr",
+        "minicpmv4_6",
     )
     with_class = "internvl", "mlp", "llama4", "deepseekocr"
     assert bool(spec.stem) == (kind == "deepseekocr")
     assert bool(spec.rotations) == (kind not in of_places and bool(attention))
     assert bool(spec.tiles) == (
-        kind in ("idefics3", "internvl", "lfm2", "resampler", "llama4", "deepseekocr")
+        kind in ("idefics3", "internvl", "lfm2", "resampler", "llama4", "deepseekocr", "minicpmv4_6")
     )
     assert spec.summary_rows == {"nemotron_v2_vl": 3}.get(kind, int(kind in with_class))
     assert [a for a in attention if a.o.inputs] == (attention if kind == "gemma4v" else [])

@@ -19,6 +19,8 @@ def test_positions_go_on_after_the_larger_side():
     assert h.tolist() == [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7, 8, 9]
     assert w.tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 6, 8, 9]
     assert pictures.positions(7, 3)[:3].tolist() == [[2, 5, 6], [3, 5, 6], [4, 5, 6]]
+    cut = SizedPicture((), 0, 0, picture_ids("c", 4), "c")
+    assert Pictures([PlacedPicture(1, cut)]).positions(0, 6).tolist() == [[*range(6)]] * 4
 
 
 def test_positions_in_a_framed_picture_are_columns_and_rows():

@@ -31,6 +31,7 @@ from engine.description.vision import (
     Projector,
     ProjectorStep,
     QueryAttention,
+    Reduction,
     VisionSpec,
 )
 from engine.formats.dequantize import HOST_TYPES
@@ -58,6 +59,7 @@ from engine.targets.cpu.kernels.rounded_attention import attend_rounded, round_h
 from engine.targets.cpu.kernels.step_state import TILES
 from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.kernels.thread_pool import default_pool
+from engine.targets.cpu.picture_chunks import chunks_of, most_rows
 from engine.targets.cpu.picture_weights import PictureMatrix, PictureWeights
 
 _HIDDEN = -1e30  # added to the scores of patches that are none
@@ -84,7 +86,7 @@ def scratch_bytes(spec: VisionSpec) -> int:
         (3 * a.heads * (1.5 * (a.head_dim + lanes) + 1) for a in attention if isinstance(a, PatchAttention)),
         default=0,
     )
-    half, windows = len(spec.rotations.by_row) if spec.rotations else 0, 2 if spec.window else 0
+    half, windows = len(spec.rotations.by_row) if spec.rotations else 0, 2 if spec.has_windows else 0
     scores = 4 * default_pool().count * (1.5 * lanes + 1)
     widths = {stride_of(n) for weight in spec.weights() for n in (weight.rows, weight.cols)}
     whole = most_rows(spec, lanes) * (stride_of(spec.dim) + of_heads + 2 * half + 1 + windows + scores)
@@ -111,17 +113,18 @@ class CPUEncoder:
         self._weights = PictureWeights(weights, self._pool, self._lanes)
         self._parts = 4 * self._pool.count
         self._most_rows = most_rows(spec, self._lanes)
-        self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._buffers: dict[tuple[str, int, DType], Tensor] = {}
         self._sizes: dict[tuple[int, ...], Tensor] = {}
         self._x = Rows(self._whole("x", stride_of(spec.dim)), spec.dim, whole=True)
         self._state, self._tiles = memory.zeros(FIRST + 1, dtypes.int32), memory.zeros(1, dtypes.int32)
         self._hidden = self._whole("hidden", 1)
         half = len(spec.rotations.by_row) if spec.rotations else 0
         self._turns = [self._whole(name, half) for name in ("cos", "sin")] if half else []
-        types = {"firsts": dtypes.int32, "windows": dtypes.float32} if spec.window else {}
+        types = {"firsts": dtypes.int32, "windows": dtypes.float32} if spec.has_windows else {}
         self._windows = [self._whole(name, 1, type) for name, type in types.items()]
         sequences = [list(self._kernels_of(sublayer)) for sublayer in spec.sublayers]
-        steps = [*(Linear(kernel) for kernel in spec.kernels), *spec.projector_steps]
+        inner = [spec.reduction.feed_forward] if spec.reduction else []
+        steps = [*(Linear(kernel) for kernel in spec.kernels), *inner, *spec.projector_steps]
         activations = [step.activation if isinstance(step, Activate) else None for step in steps]
         linears = {}
         for step, activation in zip(steps, [None, *activations], strict=False):
@@ -146,7 +149,7 @@ class CPUEncoder:
         spec = self.spec
         grid = Grid.of(spec, rgb.shape[1], rgb.shape[0])
         of = encoder_input(spec, rgb, self._vectors.__getitem__)
-        chunks = list(_chunks(len(of.patches), self._lanes))
+        chunks = list(chunks_of(len(of.patches), self._lanes))
         total = len(chunks) * sum(map(len, self._sequences)) + 1
         yield Progress(0, total)
         first, *more = (self._linear(Linear(kernel), of.patches) for kernel in spec.kernels)
@@ -159,13 +162,7 @@ class CPUEncoder:
         x = self._norm(x, spec.norm) if spec.norm else x
         if of.added is not None and is_later:
             x += of.added
-        n = len(x)
-        rows = memory.view(self._x.data).reshape(-1, stride_of(spec.dim))
-        rows[:n, : spec.dim] = x
-        rows[n : chunks[-1].stop] = 0
-        tiles = chunks[-1].stop // self._lanes
-        memory.view(self._tiles)[:] = tiles
-        memory.view(self._hidden)[: chunks[-1].stop] = np.where(np.arange(chunks[-1].stop) < n, 0, _HIDDEN)
+        self._set_rows(x, chunks)
         for turns, angles in zip(self._turns, (of.cos, of.sin), strict=False):
             assert angles is not None
             memory.view(turns)[: angles.size] = angles.reshape(-1)
@@ -177,7 +174,11 @@ class CPUEncoder:
                     yield Progress(done, total)
                 self._run(sequence, chunk)
                 done += 1
-            used = rows[: n - spec.summary_rows, : spec.dim]
+            if spec.reduction and sublayers == spec.reduction.sublayers:
+                x = self._reduced(spec.reduction, self._rows(len(x)))
+                chunks = list(chunks_of(len(x), self._lanes))
+                self._set_rows(x, chunks)
+            used = self._rows(len(x) - spec.summary_rows)
             if any(sublayers in projector.earlier for projector in spec.projectors):
                 earlier[sublayers] = used.copy()
             for projector in spec.projectors_after(sublayers):
@@ -190,6 +191,30 @@ class CPUEncoder:
     def preparations(self) -> Sequence[Callable[[], None]]:
         """None: all kernels were compiled when the encoder was opened."""
         return ()
+
+    def _rows(self, n: int) -> Floats:
+        """The first n rows of the stream."""
+        rows: Floats = memory.view(self._x.data).reshape(-1, stride_of(self.spec.dim))[:n, : self.spec.dim]
+        return rows
+
+    def _set_rows(self, x: Floats, chunks: Sequence[range]) -> None:
+        """Makes x the stream, which sublayers read in `chunks`."""
+        n, end = len(x), chunks[-1].stop
+        self._rows(n)[:] = x
+        memory.view(self._x.data).reshape(-1, stride_of(self.spec.dim))[n:end] = 0
+        memory.view(self._tiles)[:] = end // self._lanes
+        memory.view(self._hidden)[:end] = np.where(np.arange(end) < n, 0, _HIDDEN)
+
+    def _reduced(self, of: Reduction, x: Floats) -> Floats:
+        """See `Reduction`."""
+        squares = x.reshape(-1, of.side**2, self.spec.dim)
+        joined = self._norm(squares.reshape(len(squares), -1), of.norm)
+        mean: Floats = squares.mean(1, dtype=np.float32)
+        return mean + self._feed_forward_of(of.feed_forward, joined)
+
+    def _feed_forward_of(self, of: PatchFeedForward, x: Floats) -> Floats:
+        """That of all rows at once."""
+        return self._linear(of.down, *(self._linear(linear, x) for linear in (of.gate, of.up) if linear))
 
     def _set_windows(self, windows: NDArray[np.int32] | None, n: int) -> None:
         """Those of a picture's patches, of which there are up to n: see `KeyTiles`."""
@@ -360,7 +385,7 @@ class CPUEncoder:
         sources = [memory.view(of).reshape(-1, stride_of(cols)) for of in rows]
         result = memory.view(out).reshape(-1, stride_of(n))
         y = np.empty((len(x), n), np.float32)
-        for chunk in _chunks(len(x), self._lanes):
+        for chunk in chunks_of(len(x), self._lanes):
             for source, of in zip(sources, (x, *factors), strict=True):
                 part = of[chunk.start : chunk.stop]
                 source[: len(part), :cols], source[: len(part), cols:] = part, 0
@@ -383,9 +408,8 @@ class CPUEncoder:
                 return self._norm(x, step)
             case Linear():
                 return self._linear(step, x)
-            case PatchFeedForward(gate=gate, up=up, down=down):
-                hidden = [self._linear(linear, x) for linear in (gate, up) if linear]
-                return self._linear(down, *hidden)
+            case PatchFeedForward():
+                return self._feed_forward_of(step, x)
             case Activate():  # by the product that follows
                 return x
             case Affine(factor=factor, minus=minus, times=times):
@@ -393,7 +417,7 @@ class CPUEncoder:
                 x = x - self._vectors[minus] if minus else x
                 return x * self._vectors[times] if times else x
             case Merge(how=how):
-                x = x.reshape(-1, self.spec.merge**2, x.shape[-1])
+                x = x.reshape(-1, self.spec.last_merge**2, x.shape[-1])
                 if how == "mean":
                     mean: Floats = x.mean(1, dtype=np.float32)
                     return mean
@@ -435,9 +459,9 @@ class CPUEncoder:
         return buffers
 
     def _buffer(self, name: str, n: int, type: DType = dtypes.float32) -> Tensor:
-        if (name, n) not in self._buffers:
-            self._buffers[name, n] = memory.zeros(n, type)
-        return self._buffers[name, n]
+        if (name, n, type) not in self._buffers:
+            self._buffers[name, n, type] = memory.zeros(n, type)
+        return self._buffers[name, n, type]
 
     def _row_sizes(self, cols: int) -> Tensor:
         return self._ints(stride_of(cols) // UNIT, cols)
@@ -466,16 +490,3 @@ def row_norm(norm: Norm | None) -> RowNorm | None:
     if norm is None:
         return None
     return RowNorm(norm.eps, norm.weight is not None, norm.bias is not None, norm.centred)
-
-
-def most_rows(spec: VisionSpec, lanes: int) -> int:
-    """The rows of the largest picture, with those that fill its chunks."""
-    return max(chunk.stop for chunk in _chunks(spec.most_patches, lanes)) + MOST_TILES * lanes
-
-
-def _chunks(n: int, lanes: int) -> Iterator[range]:
-    """The rows of n patches in chunks of the same number of tiles."""
-    tiles = -(-n // lanes)
-    count = -(-tiles // MOST_TILES)
-    rows = -(-tiles // count) * lanes
-    return (range(i * rows, (i + 1) * rows) for i in range(count))

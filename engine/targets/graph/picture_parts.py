@@ -26,6 +26,7 @@ from engine.description.vision import (
     PatchSublayer,
     ProjectorStep,
     QueryAttention,
+    Reduction,
     VisionSpec,
     parts_of,
 )
@@ -144,12 +145,18 @@ class Parts:
                 x = x - self._vectors[minus] if minus else x
                 return x * self._vectors[times] if times else x
             case Merge(how=how):
-                x = x.reshape(-1, spec.merge**2, x.shape[-1])
+                x = x.reshape(-1, spec.last_merge**2, x.shape[-1])
                 if how == "mean":
                     return x.mean(1).contiguous()
                 x = x.transpose(1, 2) if how == "channels" else x
                 return x.reshape(int(x.shape[0]), -1).contiguous()
         raise AssertionError(step)
+
+    def reduced(self, of: Reduction, x: Tensor) -> Tensor:
+        """See `Reduction`."""
+        squares = x.reshape(-1, of.side**2, x.shape[-1])
+        joined = self.norm(squares.reshape(squares.shape[0], -1), of.norm)
+        return (squares.mean(1) + self.feed_forward(of.feed_forward, joined)).contiguous()
 
     def linear(self, linear: Linear, x: Tensor) -> Tensor:
         if linear.inputs:

@@ -58,7 +58,7 @@ class GraphEncoder:
         vectors = {v: Tensor(data).realize() for v, data in self._host.items() if v not in on_host}
         self._limits = {
             key: Tensor(np.array(limits, np.float32)).realize()
-            for key, limits in limits_of((spec.sublayers, spec.projector_steps))
+            for key, limits in limits_of((spec.sublayers, spec.reduction, spec.projector_steps))
         }
         is_gpu = not Device.DEFAULT.startswith("CPU")
         self._input = dtypes.float16 if is_gpu and not spec.is_float32 else dtypes.float32
@@ -120,6 +120,11 @@ class GraphEncoder:
                 shape = _without_layer(sublayer)
                 step = self._captured(size, shape, partial(self._sublayer, sublayer, len(others)))
                 x = step(x, *others, *self._all.of(sublayer))
+            if spec.reduction and done == spec.reduction.sublayers:
+                x = self._captured(size, "reduce", self._reduce)(x)
+                n, size = n // spec.square**2, size // spec.square**2
+                hidden = np.where(np.arange(size) < n, 0, -np.inf).astype(np.float32)
+                others = [Tensor(hidden).realize(), Tensor(np.arange(size)).realize()]
             if any(done in projector.earlier for projector in spec.projectors):
                 earlier[done] = x.clone().realize()  # the next step of this shape writes there
             for projector in spec.projectors_after(done):
@@ -191,13 +196,17 @@ class GraphEncoder:
             x = x + added
         return x.contiguous().realize()
 
+    def _reduce(self, x: Tensor) -> Tensor:
+        assert self.spec.reduction
+        return Parts(self._all, self._input).reduced(self.spec.reduction, x).realize()
+
     def _sublayer(self, sublayer: PatchSublayer, n_others: int, x: Tensor, *inputs: Tensor) -> Tensor:
         """`inputs`: what all sublayers read, and the weights of the one that is computed in the shape of this."""
         others, own = inputs[:n_others], inputs[n_others:]
         parts, operator = Parts(self._all.replaced(sublayer, own), self._input), sublayer.operator
         h = parts.norm(x, sublayer.norm)
         if isinstance(operator, PatchAttention):
-            *turns, hidden = others[:-1] if self.spec.window else others
+            *turns, hidden = others[:-1] if self.spec.has_windows else others
             y = parts.attention(operator, h, turns, hidden, others[-1] if operator.windowed else None)
         else:
             y = parts.feed_forward(operator, h)

@@ -58,6 +58,8 @@ def lacks(spec: VisionSpec) -> str:
         return "attention of fixed queries"
     if spec.stem:
         return "an encoder before the encoder"
+    if spec.reduction:
+        return "fewer patches from a layer on"
     if spec.pixel_norm:
         return "a norm of pixels"
     if any(projector.earlier for projector in spec.projectors):
