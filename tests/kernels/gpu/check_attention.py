@@ -203,8 +203,8 @@ def check_prompt_attention() -> None:
     """A prompt's queries and keys rotated and put away, and its causal attention over what came before too."""
     heads = heads_of(norm_eps=1e-6)
     attended_prompt(PromptTiling(1, 2, 1, 1), 21, 18, heads)
-    # keys that all queries see and keys that they do not, a row unused, blocks that share the keys
-    attended_prompt(PromptTiling(2, 2, 2, 3, shared=True), 30, 137, heads)
+    # keys that all queries see and keys that they do not, a row unused, many blocks that share the keys
+    attended_prompt(PromptTiling(2, 2, 1, 11, shared=True), 30, 140, heads)
     # more warps than parts of the keys to copy, and fewer; warps without queries
     attended_prompt(PromptTiling(1, 4, 2, 1), 9, 40, heads_of(temperature=True))
     attended_prompt(PromptTiling(1, 4, 4, 2), 32, 90, heads_of(16, 6, 2))
@@ -230,7 +230,7 @@ def check_sinks_of_prompts() -> None:
     """Sinks below all scores, among them and above them, with a window and without."""
     attended_prompt(PromptTiling(1, 2, 1, 1), 21, 18, heads_of(), sinks=True)
     windowed = heads_of(window=100, norm_eps=1e-6)
-    attended_prompt(PromptTiling(2, 1, 1, 3), 30, 137, windowed, sinks=True)
+    attended_prompt(PromptTiling(2, 1, 1, 16), 30, 137, windowed, sinks=True)
 
 
 def check_norms_over_all_heads_of_prompts() -> None:

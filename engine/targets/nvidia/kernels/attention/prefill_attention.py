@@ -42,6 +42,7 @@ from engine.targets.nvidia.kernels.uops import (
     load,
     load_run,
     maximum,
+    registers,
     shared,
     store,
     store_run,
@@ -49,6 +50,7 @@ from engine.targets.nvidia.kernels.uops import (
 
 _MAX_SPLITS = 32
 _MAX_WARPS = 32  # of a block
+_ADDED_AT_ONCE = 8  # splits: a thread has no registers for the sums of many more
 _SPLIT_COST = 0.02  # of adding a split's sums, as a part of the time
 
 
@@ -452,18 +454,34 @@ def combine_prompt(
         tile, head = UOp.special(tokens // 16, "gidx0"), UOp.special(h.query, "gidx1")
         piece = Piece.of(prompt, tile * 16, tokens, h.length)
         live = piece.token(tile * 16) < piece.count
-        firsts = [_record(h, tokens, split, head, tile) + thread * 4 for split in range(splits)]
+        rounds = -(-splits // _ADDED_AT_ONCE)
+        n = -(-splits // rounds)
+        loop = UOp.range(rounds, 0, AxisType.LOOP) if rounds > 1 else UOp.const(0)
+        kept = registers(12, 0)  # the largest scores, the sums of weights, and those of values
+        kept = kept.after(UOp.group(*store_run(kept, 0, [f32(LOWEST)] * 2 + [f32(0)] * 10)))
+        old = load_run(kept.after(loop) if rounds > 1 else kept, 0, 12)
+        of_round = [loop * n + i for i in range(n)]
+        firsts = [_record(h, tokens, s.minimum(splits - 1), head, tile) + thread * 4 for s in of_round]
         ends = [load_run(sums, first + chunks * 256, 4) for first in firsts]
-        top = [maximum([end[2 * side + 1] for end in ends]) for side in (0, 1)]
-        weights = [[(end[2 * side + 1] - top[side]).exp2() for side in (0, 1)] for end in ends]
-        total = [chain(end[2 * k] * w[k] for end, w in zip(ends, weights, strict=True)) for k in (0, 1)]
+        values = [
+            load_run(sums, first + c * 256, 4) + load_run(sums, first + c * 256 + 128, 4) for first in firsts
+        ]
+        new: list[UOp] = [maximum([old[k], *(end[2 * k + 1] for end in ends)]) for k in (0, 1)]
+        shrink = [(old[k] - new[k]).exp2() for k in (0, 1)]
+        weights = [
+            [(s < splits).where((end[2 * k + 1] - new[k]).exp2(), f32(0)) for k in (0, 1)]
+            for s, end in zip(of_round, ends, strict=True)
+        ]
+        parts = [[end[0], end[2], *value] for end, value in zip(ends, values, strict=True)]
+        for i, k in enumerate((0, 1, *(i % 4 // 2 for i in range(8)))):
+            terms = (part[i] * w[k] for part, w in zip(parts, weights, strict=True))
+            new.append(chain([old[2 + i] * shrink[k], *terms]))
+        done = UOp.group(*store_run(kept, 0, new))
+        found = load_run(kept.after(done.end(loop) if rounds > 1 else done), 0, 12)
+        top, total, results = found[:2], found[2:4], found[4:]
         if sinks is not None:
             score = load(sinks, head) * f32(LOG2_E)
             total = [x + (score - b).exp2() for x, b in zip(total, top, strict=True)]
-        parts = [
-            load_run(sums, first + c * 256, 4) + load_run(sums, first + c * 256 + 128, 4) for first in firsts
-        ]
-        results = [chain(p[i] * w[i % 4 // 2] for p, w in zip(parts, weights, strict=True)) for i in range(8)]
         factors = [x.maximum(LEAST_TOTAL).reciprocal() for x in total]
         stores = _store(h, out, order, head, tile, c, thread, results, factors, live)
         name = f"prefill_combine_{h.query}_{h.dim}_{tokens}_{splits}"
