@@ -153,7 +153,9 @@ class _Plan:
     @functools.cached_property
     def _launches(self) -> list[Callable[[Sequence[Buffer]], object]]:
         """Launches each kernel, given all buffers."""
-        programs = [call.src[0] for call in compile_calls(self.linear).src]
+        programs = [kernel for kernel, _ in self._kernels]
+        if any(program.op is not Ops.PROGRAM for program in programs):  # else no graph is needed
+            programs = [call.src[0] for call in compile_calls(self.linear).src]
         kernels = zip(programs, (indices for _, indices in self._kernels), strict=True)
         return [_launch(program, [indices[i] for i in program.arg.globals]) for program, indices in kernels]
 
