@@ -25,8 +25,8 @@ MAX_PARTS = 1 << 18
 _PART_BYTES = {b"[": 256, b"{": 256, b",": 64}
 """What a list, an object (a message of a chat) and an element take once they are read. Those within texts count too."""
 MAX_PARTS_BYTES = 192 << 20
-_PARTS = "orin_chat.parts"
-"""The key of an ASGI scope: what the body's parts take."""
+_PARTS, _KNOWN = "orin_chat.parts", "orin_chat.known"
+"""Keys of an ASGI scope: what the body's parts take, and what it has the server remember."""
 _RETRY_S = 5
 _PIECE_BYTES = 1 << 20
 
@@ -71,7 +71,7 @@ class Bodies:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body_bytes = parts_bytes = 0
-        held, parts = _Share(self._bodies), _Share(self._parts)
+        held, known, parts = _Share(self._bodies), _Share(self._bodies), _Share(self._parts)
         inflate = (
             _Inflate(Request(scope).headers.get("content-encoding", "")) if scope["type"] == "http" else None
         )
@@ -94,9 +94,10 @@ class Bodies:
             return message
 
         try:
-            await self._app({**scope, _PARTS: parts}, receive_counted, send)
+            await self._app({**scope, _PARTS: parts, _KNOWN: known}, receive_counted, send)
         finally:
             held.let_go()
+            known.let_go()
             parts.let_go()
 
 
@@ -104,6 +105,13 @@ def is_made(request: Request) -> None:
     """The body of `request` is forgotten: the engine's request has been made of it."""
     parts: _Share = request.scope[_PARTS]
     parts.let_go()
+
+
+def also_holds(request: Request, n_bytes: int) -> None:
+    """`request` names what the server remembers, which counts as if it came with it. Raises ApiError if there is no
+    room for it."""
+    known: _Share = request.scope[_KNOWN]
+    known.hold(max(0, n_bytes - FREE_BYTES))
 
 
 class _Inflate:
@@ -172,8 +180,7 @@ async def read_body(request: Request) -> bytearray:
         raise ClientGoneError from None
     except TimeoutError:
         raise ApiError(408, "The request did not arrive in time.") from None
-    most_parts = body.count(b"[") + body.count(b"{")  # those within texts too
-    if most_parts > MAX_PARTS and await asyncio.to_thread(_parts, body) > MAX_PARTS:
+    if _most_parts(body) > MAX_PARTS and await asyncio.to_thread(_parts, body) > MAX_PARTS:
         raise ApiError(413, f"The request has more than {MAX_PARTS} lists and objects.")
     return body
 
@@ -192,7 +199,16 @@ def check_copies(body: bytearray, requests: Sequence[Generate]) -> None:
         )
 
 
-def _parts(body: bytearray) -> int:
+def is_too_much(data: bytes) -> bool:
+    """Whether JSON is longer than a request may be, or has more parts."""
+    return len(data) > MAX_BODY_BYTES or (_most_parts(data) > MAX_PARTS and _parts(data) > MAX_PARTS)
+
+
+def _most_parts(body: bytes | bytearray) -> int:
+    return body.count(b"[") + body.count(b"{")  # those within texts too
+
+
+def _parts(body: bytes | bytearray) -> int:
     """How many lists and objects JSON has. What it does is short enough between two steps for other threads."""
     plain = body.replace(rb"\\", b"  ").replace(rb"\"", b"  ")
     count, in_text = 0, False

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from app.serve.access import CLIENT
 from app.serve.answering import answer
-from app.serve.bodies import check_copies, is_made, read_body
+from app.serve.bodies import also_holds, check_copies, is_made, read_body
 from app.serve.errors import ApiError
 from app.serve.http import json_response, while_connected
 from app.serve.limits import Budgets
@@ -85,8 +85,9 @@ class Endpoints:
             data, body = await self._read(request, kind)
             self._models.default.check_open()
             exchange.service = service = await self._models.named(body.model if model is None else model)
-            if in_thread or len(data) > LONG_BODY_BYTES:
-                work = self._long_work.run(exchange.client, len(data), asked, body, service)
+            n_bytes = len(data) + self._earlier_bytes(request, body)
+            if in_thread or n_bytes > LONG_BODY_BYTES:
+                work = self._long_work.run(exchange.client, n_bytes, asked, body, service)
                 wanted = await while_connected(request.receive, work)
             else:
                 wanted = asked(body, service)
@@ -107,6 +108,14 @@ class Endpoints:
             return data, decoded(data, kind)
         work = self._long_work.run(request.scope[CLIENT], len(data), decoded, data, kind)
         return data, await while_connected(request.receive, work)
+
+    def _earlier_bytes(self, request: Request, body: object) -> int:
+        """What the server remembers of the conversation that a request goes on with. Raises ApiError if there is no
+        room for it."""
+        id = getattr(body, "earlier_id", None)
+        n_bytes = self._conversations.size_bytes(id, _owner(request)) if id else 0
+        also_holds(request, n_bytes)
+        return n_bytes
 
     def _enter(self, exchange: Exchange, who: str) -> None:
         """Counts a request to its key's limits, until it has ended. Raises ApiError if it is one too many."""
@@ -232,10 +241,11 @@ class Endpoints:
 
         async def endpoint(request: Request) -> Response:
             data, body = await self._read(request, kind)
-            if len(data) > MAX_TEXT_BYTES:
+            n_bytes = len(data) + self._earlier_bytes(request, body)
+            if n_bytes > MAX_TEXT_BYTES:
                 raise ApiError(413, f"The request is longer than {MAX_TEXT_BYTES >> 20} MiB.")
             service = await self._models.named(model or getattr(body, "model", None))
-            work = self._long_work.run(request.scope[CLIENT], len(data), made, body, service)
+            work = self._long_work.run(request.scope[CLIENT], n_bytes, made, body, service)
             return await while_connected(request.receive, work)
 
         return endpoint

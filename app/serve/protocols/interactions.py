@@ -63,6 +63,11 @@ class InteractionBody(msgspec.Struct, kw_only=True):
     response_mime_type: str | None = None
     labels: dict[str, str] | None = None
 
+    @property
+    def earlier_id(self) -> str | None:
+        """Of the interaction that it goes on with."""
+        return self.previous_interaction_id
+
 
 def asked(body: InteractionBody, service: Service, kept: Conversations, owner: str) -> Asked:
     """May take as long as the text is. Raises ApiError."""

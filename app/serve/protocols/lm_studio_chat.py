@@ -48,6 +48,11 @@ class LmChatBody(msgspec.Struct, kw_only=True):
     store: bool | None = None
     previous_response_id: str | None = None
 
+    @property
+    def earlier_id(self) -> str | None:
+        """Of the response that it goes on with."""
+        return self.previous_response_id
+
 
 def asked(body: LmChatBody, service: Service, kept: Conversations, owner: str) -> Asked:
     """May take as long as the text is. Raises ApiError."""

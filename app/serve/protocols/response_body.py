@@ -59,6 +59,11 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
         return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
 
     @property
+    def earlier_id(self) -> str | None:
+        """Of the response that it goes on with."""
+        return self.previous_response_id
+
+    @property
     def is_stored(self) -> bool:
         return self.store is not False
 

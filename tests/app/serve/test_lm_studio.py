@@ -52,6 +52,7 @@ async def test_a_chat_of_its_own_form_goes_on_where_it_was(served):
     said = [(message.role, message.content) for message in engine.requests[1].prompt.messages]
     assert said == [("user", "Hi"), ("assistant", "Hello there"), ("user", "And now?")]
     assert "response_id" not in msgspec.json.decode(events.split("data: ")[-1])["result"]
+    assert (await client.delete(f"/v1/responses/{first['response_id']}")).json()["deleted"] is True
 
 
 async def test_what_a_chat_of_its_own_form_cannot_do_is_refused(served):

@@ -5,8 +5,10 @@ import json
 
 import pytest
 
-from app.serve.bodies import MAX_BODY_BYTES
+from app.serve import bodies
+from app.serve.bodies import MAX_BODY_BYTES, MAX_PARTS
 from app.serve.errors import ApiError
+from app.serve.long_work import LongWork
 from app.serve.protocols.common.remembered import Conversations, Remembered
 from engine.protocol.events import Failed
 from tests.app.fake_engine import TOO_LONG, FakeEngine, reply
@@ -190,10 +192,12 @@ async def test_keys_do_not_see_each_others_responses(served):
 
 def test_the_oldest_responses_are_forgotten():
     too_long = Remembered("", [{"type": "unknown", "text": "x" * MAX_BODY_BYTES}], 1, {"id": "resp_0"})
-    whole = Conversations()
-    whole.keep("resp_0", too_long)
-    with pytest.raises(ApiError, match="send the whole conversation"):
-        whole.get("resp_0", "")
+    too_many = Remembered("", [{"type": "unknown", "parts": [[]] * MAX_PARTS}], 1, {"id": "resp_0"})
+    for too_much in (too_long, too_many):
+        whole = Conversations()
+        whole.keep("resp_0", too_much)
+        with pytest.raises(ApiError, match="send the whole conversation"):
+            whole.get("resp_0", "")
     kept = Conversations(max_bytes=1200)
     for i in range(5):
         kept.keep(str(i), Remembered("", [{"text": "x" * 90}], 1, {}))
@@ -205,6 +209,26 @@ def test_the_oldest_responses_are_forgotten():
     for conversations in (kept, few):
         with pytest.raises(ApiError):
             conversations.get("0", "")
+
+
+async def test_a_short_request_that_goes_on_with_a_long_conversation_is_a_long_one(served, monkeypatch):
+    """Else a hundred of them bring back megabytes each, and others wait for all of that."""
+    worked = []
+    run = LongWork.run
+    monkeypatch.setattr(LongWork, "run", lambda self, who, n, *of: worked.append(n) or run(self, who, n, *of))
+    monkeypatch.setattr(bodies, "MAX_HELD_BYTES", 250_000)
+    engine = FakeEngine(reply("Yes"), [None, *reply("Yes")])
+    client, _ = served(engine, parallel=2)
+    first = (await client.post(PATH, json={"input": "x" * 200_000})).json()
+    more = {"input": "And?", "previous_response_id": first["id"]}
+    waiting = asyncio.create_task(client.post(PATH, json=more))
+    await until(lambda: len(engine.requests) == 2)
+    refused = await client.post(PATH, json=more)
+    assert refused.status_code == 503 and error(refused)["message"]
+    engine.release()
+    assert (await waiting).status_code == 200 and worked[-1] > 200_000
+    engine.replies = [reply("Yes")]
+    assert (await client.post(PATH, json=more)).status_code == 200, "its room is free again"
 
 
 async def test_custom_tools(served):

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from app.serve.bodies import MAX_BODY_BYTES
+from app.serve.bodies import is_too_much
 from app.serve.errors import ApiError
 from app.serve.protocols.common.reply import Json
 
@@ -44,7 +44,7 @@ class Conversations:
     def keep(self, id: str, remembered: Remembered, output: Sequence[dict[str, Any]] = ()) -> None:
         """`output`: the items that may be named."""
         data = msgspec.json.encode((remembered.items, remembered.given, remembered.response))
-        if len(data) > MAX_BODY_BYTES:
+        if is_too_much(data):
             return
         self._responses.keep(id, data, remembered.owner)
         for item in output:
@@ -59,6 +59,10 @@ class Conversations:
             )
             raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
         return Remembered(owner, *msgspec.json.decode(data))
+
+    def size_bytes(self, id: str, owner: str) -> int:
+        """Of what `get` returns, as JSON; 0 if it would raise."""
+        return self._responses.size_bytes(id, owner)
 
     def item(self, id: str, owner: str, param: str) -> dict[str, Any]:
         """An item of a response's output. Raises ApiError as `get`; `param`: where it was named."""
@@ -75,8 +79,11 @@ class Conversations:
     def forget(self, id: str, owner: str) -> None:
         """A response with the items of its output. Raises ApiError, as `get`."""
         for item in self.get(id, owner).response.get("output", ()):
-            self._items.forget(item["id"])
+            self._items.forget(item.get("id", ""))  # those of LM Studio's chats have none
         self._responses.forget(id)
+
+
+_NOTHING = b"", "", 0
 
 
 class _Recent:
@@ -85,27 +92,32 @@ class _Recent:
 
     def __init__(self, max_bytes: int, max_entries: int) -> None:
         self._max_bytes, self._max_entries, self._bytes = max_bytes, max_entries, 0
-        self._kept: OrderedDict[str, tuple[bytes, str]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[bytes, str, int]] = OrderedDict()
 
     def keep(self, id: str, data: bytes, owner: str) -> None:
-        data = _compressed(data)
+        size_bytes, data = len(data), _compressed(data)
         self.forget(id)
-        self._kept[id] = data, owner
+        self._kept[id] = data, owner, size_bytes
         self._bytes += len(data) + ENTRY_BYTES
         while self._kept and (self._bytes > self._max_bytes or len(self._kept) > self._max_entries):
-            _, (oldest, _) = self._kept.popitem(last=False)
+            _, (oldest, _, _) = self._kept.popitem(last=False)
             self._bytes -= len(oldest) + ENTRY_BYTES
 
     def get(self, id: str, owner: str) -> bytes | None:
-        data, its_owner = self._kept.get(id, (b"", ""))
+        data, its_owner, _ = self._kept.get(id, _NOTHING)
         if not data or its_owner != owner:
             return None
         with suppress(KeyError):  # long requests are read in a thread: it may be gone meanwhile
             self._kept.move_to_end(id)
         return zlib.decompress(data)
 
+    def size_bytes(self, id: str, owner: str) -> int:
+        """Before it was compressed; 0 if there is none for this owner."""
+        _, its_owner, size_bytes = self._kept.get(id, _NOTHING)
+        return size_bytes if its_owner == owner else 0
+
     def forget(self, id: str) -> None:
-        data, _ = self._kept.pop(id, (b"", ""))
+        data, _, _ = self._kept.pop(id, _NOTHING)
         self._bytes -= len(data) + ENTRY_BYTES if data else 0
 
 
