@@ -42,11 +42,11 @@ class _Encoder:
         self.merge = KINDS[self.named] if self.merged else 1
         self.joined = self.merge**2 * self.dim
         # the first one of which has windows, or comes before fewer patches
-        layers = 1 + (self.deep or self.kind in ("qwen2.5vl_merger", "minicpmv4_6"))
+        layers = 1 + (self.deep or self.kind in ("qwen2.5vl_merger", "minicpmv4_6", "exaone4_5"))
         self.layers = max(self.features, default=layers) if self.kind != "gemma4uv" else 0
         self.side = self.side or (16 if self.kind == "deepseekocr" else 2 * self.merge) * self.patch
         self.rng, self.writer = np.random.default_rng(self.seed), gguf.GGUFWriter(str(self.path), "clip")
-        self.is_qwen = self.kind.startswith("qwen")
+        self.is_qwen = self.kind.startswith("qwen") or self.kind == "exaone4_5"
         self.has_class = self.kind in ("internvl", "llama4", "deepseekocr") or (
             self.kind == "mlp" and not self.features
         )
@@ -89,7 +89,7 @@ class _Encoder:
         self.tensor(f"{name}.weight", *shape, std=float(np.prod(shape[1:])) ** -0.5)
         kind = self.kind
         if name == "v.patch_embd":
-            has_none = kind.startswith("qwen2") or kind in ("mlp", "llama4", "nemotron_v2_vl")
+            has_none = kind.startswith("qwen2") or kind in ("mlp", "llama4", "nemotron_v2_vl", "exaone4_5")
         else:
             has_none = name in ("mm.input_projection", "resampler.kv", "resampler.proj")
             has_none |= name == "mm.model.fc" and kind not in ("hunyuanvl", "deepseekocr")
@@ -102,7 +102,7 @@ class _Encoder:
         size = size or self.dim
         self.tensor(f"{name}.weight", size, mean=1.0)
         if has_bias is None:
-            is_rms = self.kind == "qwen2.5vl_merger" or (self.normed and "v.blk" in name)
+            is_rms = self.kind in ("qwen2.5vl_merger", "exaone4_5") or (self.normed and "v.blk" in name)
             has_bias = self.has_biases and not is_rms
         if has_bias:
             self.tensor(f"{name}.bias", size)
@@ -125,7 +125,7 @@ class _Encoder:
             writer.add_uint32("clip.vision.spatial_merge_size", merge)
         if self.features:
             writer.add_array("clip.vision.feature_layer", self.features)
-        if kind in ("dots_ocr", "paddleocr", "phi4", "kimik25", "hunyuanvl"):
+        if kind in ("dots_ocr", "paddleocr", "phi4", "kimik25", "hunyuanvl", "exaone4_5"):
             for key, tokens in {"min": 4, "max": 64}.items():
                 writer.add_uint32(f"clip.vision.image_{key}_pixels", tokens * (merge * self.patch) ** 2)
         writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
@@ -144,8 +144,10 @@ class _Encoder:
             writer.add_uint32("clip.vision.projector.scale_factor", merge)
         if kind == "idefics3":
             writer.add_uint32("clip.vision.preproc_image_size", 3 * self.side)
-        if kind == "qwen2.5vl_merger":
+        if kind in ("qwen2.5vl_merger", "exaone4_5"):
             writer.add_uint32("clip.vision.n_wa_pattern", 2)
+        if kind == "exaone4_5":
+            writer.add_uint32("clip.vision.attention.head_count_kv", self.heads // 2)
         if kind == "minicpmv4_6":
             writer.add_uint32("clip.vision.projector.scale_factor", merge)
             writer.add_array("clip.vision.wa_layer_indexes", [0])
@@ -159,7 +161,7 @@ class _Encoder:
         if self.choices:
             writer.add_array("clip.vision.image_grid_pinpoints", self.choices)
         if kind != "qwen2vl_merger" and (kind != "mlp" or self.features):
-            is_silu = kind in ("pixtral", "qwen2.5vl_merger", "dots_ocr", "glm4v")
+            is_silu = kind in ("pixtral", "qwen2.5vl_merger", "exaone4_5", "dots_ocr", "glm4v")
             writer.add_bool("clip.use_silu" if is_silu else "clip.use_gelu", True)
 
     def _patches(self) -> None:
@@ -233,14 +235,14 @@ class _Encoder:
             self.tensor(f"{prefix}{name}.weight", dim, mean=0.5)
         if (self.is_qwen or kind == "glm4v") and i == 0:
             self.tensor("v.patch_embd.weight.1", dim, 3, self.patch, self.patch)
-        if kind in ("qwen3vl_merger", "dots_ocr", "nemotron_v2_vl", "kimik25", "deepseekocr"):
-            self.matrix(prefix + "attn_qkv", 3 * dim, dim)
+        if kind in ("qwen3vl_merger", "exaone4_5", "dots_ocr", "nemotron_v2_vl", "kimik25", "deepseekocr"):
+            self.matrix(prefix + "attn_qkv", (2 if kind == "exaone4_5" else 3) * dim, dim)
         else:
             for name in "qkv":
                 self.matrix(f"{prefix}attn_{name}", dim, dim)
         self.matrix(prefix + "attn_out", dim, dim)
         self.matrix(prefix + "ffn_up", self.width, dim)
-        if kind in ("gemma4v", "pixtral", "qwen2.5vl_merger", "dots_ocr", "glm4v"):
+        if kind in ("gemma4v", "pixtral", "qwen2.5vl_merger", "exaone4_5", "dots_ocr", "glm4v"):
             self.matrix(prefix + "ffn_gate", self.width, dim)
         self.matrix(prefix + "ffn_down", dim, self.width)
 
@@ -261,7 +263,7 @@ class _Encoder:
                 self.norm("mm.input_norm", 4 * self.dim)
                 self.matrix("mm.up", 4 * self.dim, 4 * self.dim)
                 self.matrix("mm.down", self.out, 4 * self.dim)
-            case "qwen2vl_merger" | "qwen2.5vl_merger" | "qwen3vl_merger":
+            case "qwen2vl_merger" | "qwen2.5vl_merger" | "qwen3vl_merger" | "exaone4_5":
                 self.norm("v.post_ln")
                 self.matrix("mm.0", self.joined, self.joined)
                 self.matrix("mm.2", self.out, self.joined)

@@ -226,7 +226,8 @@ class ReferenceEncoder:
             if norm and norm.weight:  # over so many elements
                 size = norm.weight.size
             y = y.reshape(len(x), -1, size)
-            return (self._normed(y, norm) if norm else y).reshape(len(x), a.heads, a.head_dim)
+            y = (self._normed(y, norm) if norm else y).reshape(len(x), -1, a.head_dim)
+            return y.repeat(a.heads // y.shape[1], axis=1)
 
         q, k, v = heads(a.q, a.q_norm), heads(a.k, a.k_norm), heads(a.v, a.v_norm)
         if rotations := self.spec.rotations:

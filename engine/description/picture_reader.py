@@ -15,7 +15,7 @@ MAX_SIDE = 1 << 14
 QWEN_TOKENS = {"qwen2vl_merger": (4, 4096), "qwen2.5vl_merger": (4, 4096), "qwen3vl_merger": (64, 4096)}
 """The least are those of the published processors. The most is llama.cpp's: the published 16384 fill most contexts."""
 _AREA_TOKENS = QWEN_TOKENS | {"kimivl": (8, 1024), "lfm2": (64, 256), "glm4v": (8, 4096)}
-_SAID_AREAS = "dots_ocr", "paddleocr", "phi4", "kimik25", "hunyuanvl"
+_SAID_AREAS = "dots_ocr", "paddleocr", "phi4", "kimik25", "hunyuanvl", "exaone4_5"
 """Kinds whose files say the least and the most pixels of a picture."""
 _MOST_TOKENS = 8192
 """Of a picture of these: dots.ocr's 14400 would take minutes on most machines."""

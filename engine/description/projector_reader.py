@@ -117,7 +117,7 @@ class ProjectorReader(CheckedFile):
             return self.query_steps()
         out, dim, joined = self.size("projection_dim"), self.dim, self.merge**2 * self.dim
         match self.kind:
-            case "qwen2vl_merger" | "qwen2.5vl_merger" | "qwen3vl_merger":
+            case "qwen2vl_merger" | "qwen2.5vl_merger" | "qwen3vl_merger" | "exaone4_5":
                 first, last = self.linear("mm.0", joined, joined), self.linear("mm.2", out, joined)
                 steps = self.norm("v.post_ln"), Merge("join"), first, Activate("exact gelu"), last
             case "gemma3":

@@ -58,7 +58,8 @@ class Norm:
 
 @dataclass(frozen=True)
 class PatchAttention:
-    """Attention of all patches to all, or if it is `windowed`, to those of the same window. Queries and keys are normed
+    """Attention of all patches to all, or if it is `windowed`, to those of the same window. Of `kv_heads` heads of keys
+    and values, each is that of as many of the `heads` of queries (0: there are as many). Queries and keys are normed
     over a head, or over all heads, values without a weight, and queries and keys are rotated if the encoder has
     `rotations`. Scores are multiplied by `scale`. In a `Stem`, a query's products with two vectors are added to them:
     those for how many rows it lies below a key, and how many columns right of it. `by_rows` and `by_columns` have one
@@ -78,6 +79,7 @@ class PatchAttention:
     windowed: bool = False
     by_rows: Vector | None = None
     by_columns: Vector | None = None
+    kv_heads: int = 0
 
     @property
     def norms_all_heads(self) -> bool:

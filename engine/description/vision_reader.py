@@ -67,6 +67,7 @@ KINDS = {
     "hunyuanvl": 2,
     "deepseekocr": 1,
     "minicpmv4_6": 4,
+    "exaone4_5": 2,
 }
 """The projector types that the engine runs, and how many patches a side become a token if a file does not say."""
 MINICPM_2_5 = "resampler 2.5"
@@ -100,6 +101,7 @@ FITTING = {
     "glm4moe": ("glm4v",),
     "hunyuan_vl": ("hunyuanvl",),
     "deepseek2-ocr": ("deepseekocr",),
+    "exaone4": ("exaone4_5",),
 }
 """The kinds of encoders that models of an architecture have."""
 
@@ -123,7 +125,7 @@ _MORE_PLACES = {"hunyuanvl": 0.1}
 _REDUCTION = "v.vit_merger."
 """How the names of tensors begin between two layers of MiniCPM-V 4.6, where four patches become one row."""
 _WINDOW = 112
-"""The side of a window of Qwen 2.5 VL in pixels."""
+"""The side of a window in pixels, of files that do not say it, as those of Qwen 2.5 VL."""
 _MOST_PATCHES = 1 << 15
 """Of a picture. Published files have at most half as many; attention of far more would take hours."""
 _UNUSED = "a.", "mm.a.", "resampler.pos_embed_k", "model.image_newline", "v.image_newline", "v.view_seperator"
@@ -310,7 +312,7 @@ class _Reader(ProjectorReader, PictureReader):
 
     def positions(self) -> Positions | None:
         name = "v.position_embd.weight"
-        if self.kind in ("pixtral", "qwen2vl_merger", "qwen2.5vl_merger", "dots_ocr"):
+        if self.kind in ("pixtral", "qwen2vl_merger", "qwen2.5vl_merger", "exaone4_5", "dots_ocr"):
             return None
         if self.kind == "glm4v" and not self.has(name):  # GLM-OCR
             return None
@@ -364,7 +366,7 @@ class _Reader(ProjectorReader, PictureReader):
         if self.kind in ("kimivl", "kimik25", "llama4"):
             first = int(self.kind == "llama4")
             return Rotations(by_row=(*none, *rates), by_column=(*rates, *none), first=first)
-        if self.kind in (*QWEN_TOKENS, "dots_ocr", "paddleocr", "glm4v"):
+        if self.kind in (*QWEN_TOKENS, "exaone4_5", "dots_ocr", "paddleocr", "glm4v"):
             return Rotations(by_row=(*rates, *none), by_column=(*none, *rates))
         return None
 
@@ -381,9 +383,10 @@ class _Reader(ProjectorReader, PictureReader):
     @property
     def window(self) -> int:
         """The side of a window in tokens, 0 if no layer has windows."""
-        if self.kind != "qwen2.5vl_merger":
+        has_some = self.kind == "exaone4_5" and self.key("n_wa_pattern") in self.file.metadata
+        if self.kind != "qwen2.5vl_merger" and not has_some:
             return 0
-        if (side := _WINDOW // (self.patch * self.merge)) == 0:
+        if (side := self.size("window_size", _WINDOW) // (self.patch * self.merge)) == 0:
             raise damaged(
                 self.file.path, f"its windows have no place for a token of {self.patch * self.merge} pixels"
             )
@@ -421,15 +424,20 @@ class _Reader(ProjectorReader, PictureReader):
 
     def attention(self, prefix: str, windowed: bool) -> PatchAttention:
         dim, order = self.dim, self.order
-        if self.has(f"{prefix}attn_qkv.weight"):
-            q, k, v = (
-                self.linear(f"{prefix}attn_qkv", dim, dim, i * dim, 3 * dim, order if i < 2 else None)
-                for i in range(3)
-            )
-        else:
-            q, k, v = (
-                self.linear(f"{prefix}attn_{x}", dim, dim, order=order if x != "v" else None) for x in "qkv"
-            )
+        kv_heads = (
+            self.size("attention.head_count_kv", self.heads) if self.kind == "exaone4_5" else self.heads
+        )
+        if kv_heads > self.heads or self.heads % kv_heads:
+            raise damaged(self.file.path, f"{self.heads} heads share {kv_heads} heads of keys")
+        of_keys = kv_heads * self.head_dim
+        firsts, orders = {"q": 0, "k": dim, "v": dim + of_keys}, {"q": order, "k": order}
+
+        def rows_of(x: str) -> Linear:
+            rows, is_fused = dim if x == "q" else of_keys, self.has(f"{prefix}attn_qkv.weight")
+            name, first, of = ("attn_qkv", firsts[x], dim + 2 * of_keys) if is_fused else (f"attn_{x}", 0, 0)
+            return self.linear(prefix + name, rows, dim, first, of, orders.get(x))
+
+        q, k, v = map(rows_of, "qkv")
 
         def head_norm(name: str) -> Norm | None:
             info = self.file.tensors.get(f"{prefix}{name}.weight")
@@ -444,7 +452,7 @@ class _Reader(ProjectorReader, PictureReader):
             q_norm=head_norm("attn_q_norm"), k_norm=head_norm("attn_k_norm"),
             v_norm=Norm(self.eps) if is_gemma4 else None,
             heads=self.heads, head_dim=self.head_dim, scale=1.0 if is_gemma4 else self.head_dim**-0.5,
-            windowed=windowed,
+            windowed=windowed, kv_heads=kv_heads if kv_heads < self.heads else 0,
         )  # fmt: skip
 
     def feed_forward(self, prefix: str) -> PatchFeedForward:

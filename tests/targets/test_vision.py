@@ -95,12 +95,19 @@ def test_embeddings_are_those_of_the_description(kind, how, target, tmp_path):
 
 
 @thorough
-@pytest.mark.parametrize("kind, how", [("internvl", {"normed": True}), ("deepseekocr", {"side": 128})])
-def test_what_no_kernels_compute_is_tensor_graphs(kind, how, tmp_path):
-    """Norms over all heads, and an encoder before the encoder, also of tiles."""
+@pytest.mark.parametrize(
+    "kind, how, size",
+    [
+        ("internvl", {"normed": True}, (16, 16)),
+        ("exaone4_5", {"patch": 8}, (150, 100)),
+        ("deepseekocr", {"side": 128}, (190, 100)),
+    ],
+)
+def test_what_no_kernels_compute_is_tensor_graphs(kind, how, size, tmp_path):
+    """Norms over all heads, fewer heads of keys, and an encoder before the encoder, also of tiles."""
     path = generated_encoder.write(tmp_path / "e.gguf", kind, **how)
     wanted, encoder = ReferenceEncoder(path), open_encoder(path)
-    rgb = noise(16, 16) if kind == "internvl" else noise(190, 100)
+    rgb = noise(*size)
     got, expected = embeddings(encoder, rgb), wanted(*resized(encoder.spec, rgb))
     assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
 

@@ -73,6 +73,8 @@ def lacks(spec: VisionSpec) -> str:
     attention = [s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention)]
     if spec.stem:
         return "an encoder before the encoder"
+    if any(a.kv_heads for a in attention):
+        return "fewer heads of keys than of queries"
     if any(a.norms_all_heads for a in attention):
         return "a norm over all heads"
     return "attention with a single head" if any(a.heads == 1 for a in attention) else ""

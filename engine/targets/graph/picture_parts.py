@@ -84,7 +84,8 @@ class Parts:
             """(heads, n, head_dim)"""
             y = self.linear(linear, x)
             y = self.norm(y, norm) if norm and a.norms_all_heads else y
-            y = y.reshape(n, a.heads, a.head_dim).transpose(0, 1)
+            y = y.reshape(n, -1, a.head_dim).transpose(0, 1)
+            y = y.repeat_interleave(a.heads // int(y.shape[0]), dim=0)
             y = self.norm(y, norm) if norm and not a.norms_all_heads else y
             if is_turned and turns:
                 cos, sin = turns
