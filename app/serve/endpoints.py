@@ -19,7 +19,6 @@ from app.serve.model_pool import ModelPool
 from app.serve.openapi import description_json
 from app.serve.protocols import (
     gemini,
-    interactions,
     llama_state,
     lm_studio,
     mistral,
@@ -28,7 +27,7 @@ from app.serve.protocols import (
     responses,
 )
 from app.serve.protocols.common.json_values import decoded
-from app.serve.protocols.common.remembered import Conversations
+from app.serve.protocols.common.remembered import Conversations, Remembered
 from app.serve.protocols.common.reply import Asked, Json
 from app.serve.protocols.response_body import ResponsesBody
 from app.serve.service import Exchange, Service
@@ -148,31 +147,32 @@ class Endpoints:
 
     # --- what is remembered ---
 
-    async def response(self, request: Request) -> Response:
-        known = self._conversations.get(request.path_params["id"], _owner(request))
-        return json_response(known.response)
+    def recalling(self, make: Callable[[Remembered, Request], Json]) -> Endpoint:
+        """What answers requests for something that the server remembers."""
+
+        async def endpoint(request: Request) -> Response:
+            id, owner = request.path_params["id"], _owner(request)
+            n_bytes = self._conversations.size_bytes(id, owner)
+            also_holds(request, n_bytes)
+
+            def made() -> Response:
+                return json_response(make(self._conversations.get(id, owner), request))
+
+            work = self._long_work.run(request.scope[CLIENT], n_bytes, made)
+            return await while_connected(request.receive, work)
+
+        return endpoint
 
     async def forget_response(self, request: Request) -> Response:
         id = request.path_params["id"]
         self._conversations.forget(id, _owner(request))
         return json_response({"id": id, "object": "response", "deleted": True})
 
-    async def input_items(self, request: Request) -> Response:
-        known = self._conversations.get(request.path_params["id"], _owner(request))
-        return json_response(responses.input_items(known))
-
     async def cancel_response(self, request: Request) -> Response:
-        self._conversations.get(request.path_params["id"], _owner(request))
+        self._conversations.check(request.path_params["id"], _owner(request))
         raise ApiError(
             400, "Only responses in the background can be cancelled: close the connection of others."
         )
-
-    async def interaction(self, request: Request) -> Response:
-        known = self._conversations.get(request.path_params["id"], _owner(request))
-        if request.query_params.get("stream") == "true":
-            raise ApiError(400, "Only responses in the background can be streamed later.")
-        with_input = request.query_params.get("include_input") == "true"
-        return json_response(interactions.remembered(known, with_input=with_input))
 
     async def forget_interaction(self, request: Request) -> Response:
         self._conversations.forget(request.path_params["id"], _owner(request))

@@ -16,6 +16,7 @@ KEEP_ALIVE_S = 5.0
 """Between signs of life in a stream: proxies close connections on which nothing comes, and so do some clients."""
 QUIET_S = 20.0
 """An answer that is not streamed has its first sign of life after so long: with it goes the status."""
+PIECE_BYTES = 256 << 10
 T = TypeVar("T")
 
 
@@ -23,8 +24,20 @@ class ClientGoneError(Exception):
     """The client has closed the connection."""
 
 
+class InPieces(Response):
+    """A response whose body is sent as its client takes it. So a long one is not done, and what is counted for its
+    request is held, while the client reads nothing."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        body = memoryview(self.body)
+        for start in range(0, len(body), PIECE_BYTES):
+            await send(_part(bytes(body[start : start + PIECE_BYTES])))
+        await send(_part(b"", is_last=True))
+
+
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(value), status, headers, "application/json")
+    return InPieces(msgspec.json.encode(value), status, headers, "application/json")
 
 
 def error_response(error: ApiError, path: str) -> Response:
@@ -145,7 +158,7 @@ class EventStream(Response):
         del self._begun  # see `while_connected`
 
 
-class SlowJson(Response):
+class SlowJson(InPieces):
     """JSON that may take long to make. After `QUIET_S` white space is sent, as JSON may begin with it, and again and
     again. What fails later is told with the status that was sent, 200. When the client goes, the work is cancelled."""
 

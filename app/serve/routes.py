@@ -106,9 +106,9 @@ def _with_and_without_v1(endpoints: Endpoints) -> list[Entry]:
         ("POST", "/messages/count_tokens", endpoints.computing(anthropic.CountBody, anthropic.counted)),
         ("POST", "/responses", endpoints.remembering(ResponsesBody, responses.asked)),
         ("POST", "/responses/input_tokens", endpoints.count_response),
-        ("GET", "/responses/{id}", endpoints.response),
+        ("GET", "/responses/{id}", endpoints.recalling(responses.remembered)),
         ("DELETE", "/responses/{id}", endpoints.forget_response),
-        ("GET", "/responses/{id}/input_items", endpoints.input_items),
+        ("GET", "/responses/{id}/input_items", endpoints.recalling(responses.input_items)),
         ("POST", "/responses/{id}/cancel", endpoints.cancel_response),
         ("POST", "/embeddings", endpoints.completing(embeddings.EmbeddingsBody, embeddings.openai_asked)),
         ("POST", "/embedding", endpoints.completing(embeddings.EmbeddingsBody, embeddings.llama_asked)),
@@ -179,7 +179,7 @@ def _as_they_are(endpoints: Endpoints) -> list[Entry]:
             for version in ("v1", *gemini.VERSIONS)
             for method, rest, endpoint in (
                 ("POST", "", endpoints.remembering(interactions.InteractionBody, interactions.asked)),
-                ("GET", "/{id}", endpoints.interaction),
+                ("GET", "/{id}", endpoints.recalling(interactions.remembered)),
                 ("DELETE", "/{id}", endpoints.forget_interaction),
                 ("POST", "/{id}/cancel", endpoints.cancel_response),
             )

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
+from starlette.requests import Request
 
-from app.serve.errors import wrong
+from app.serve.errors import ApiError, wrong
 from app.serve.protocols import chat
 from app.serve.protocols.common.remembered import Conversations, Remembered
 from app.serve.protocols.common.reply import Asked, Json
@@ -104,8 +105,11 @@ def asked(body: InteractionBody, service: Service, kept: Conversations, owner: s
     return Asked([request], reply, bool(body.stream), made.stops, note=tools.note)
 
 
-def remembered(known: Remembered, *, with_input: bool) -> Json:
-    """An interaction as its client had it, and what it asked if that is wanted."""
+def remembered(known: Remembered, request: Request) -> Json:
+    """An interaction as its client had it, and what it asked if that is wanted. Raises ApiError."""
+    if request.query_params.get("stream") == "true":
+        raise ApiError(400, "Only interactions in the background can be streamed later.")
+    with_input = request.query_params.get("include_input") == "true"
     return {name: value for name, value in known.response.items() if with_input or name != "input"}
 
 

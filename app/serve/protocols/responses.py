@@ -58,7 +58,11 @@ def counted(body: ResponsesBody, service: Service, kept: Conversations, owner: s
     return {"object": "response.input_tokens", "input_tokens": n}
 
 
-def input_items(known: Remembered) -> Json:
+def remembered(known: Remembered, _: object) -> Json:
+    return known.response
+
+
+def input_items(known: Remembered, _: object) -> Json:
     """What a response was asked with, the last item first."""
     data = [
         {"id": f"item_{i}", "type": "message"} | _in_parts(item)

@@ -8,6 +8,7 @@ import pytest
 from app.serve import bodies
 from app.serve.bodies import MAX_BODY_BYTES, MAX_PARTS
 from app.serve.errors import ApiError
+from app.serve.http import PIECE_BYTES
 from app.serve.long_work import LongWork
 from app.serve.protocols.common.remembered import Conversations, Remembered
 from engine.protocol.events import Failed
@@ -223,12 +224,26 @@ async def test_a_short_request_that_goes_on_with_a_long_conversation_is_a_long_o
     more = {"input": "And?", "previous_response_id": first["id"]}
     waiting = asyncio.create_task(client.post(PATH, json=more))
     await until(lambda: len(engine.requests) == 2)
-    refused = await client.post(PATH, json=more)
-    assert refused.status_code == 503 and error(refused)["message"]
+    for refused in (
+        await client.post(PATH, json=more),
+        await client.get(f"{PATH}/{first['id']}"),
+        await client.get(f"{PATH}/{first['id']}/input_items"),
+    ):
+        assert refused.status_code == 503 and error(refused)["message"]
     engine.release()
     assert (await waiting).status_code == 200 and worked[-1] > 200_000
     engine.replies = [reply("Yes")]
     assert (await client.post(PATH, json=more)).status_code == 200, "its room is free again"
+
+
+async def test_a_long_answer_is_sent_as_its_client_takes_it(served, sent):
+    """Else it lies whole in the connection's buffer, where nothing counts it, while the client reads nothing."""
+    client, _ = served()
+    first = (await client.post(PATH, json={"input": "x" * (2 * PIECE_BYTES)})).json()
+    sent.clear()
+    items = (await client.get(f"{PATH}/{first['id']}/input_items")).json()
+    assert len(items["data"][0]["content"][0]["text"]) == 2 * PIECE_BYTES
+    assert [len(part) for part in sent][:2] == [PIECE_BYTES] * 2
 
 
 async def test_custom_tools(served):

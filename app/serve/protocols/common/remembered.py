@@ -54,11 +54,13 @@ class Conversations:
         """Raises ApiError if it is not remembered, or another's."""
         data = self._responses.get(id, owner)
         if data is None:
-            message = (
-                "The server does not know this response, or has forgotten it: send the whole conversation."
-            )
-            raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
+            raise _forgotten()
         return Remembered(owner, *msgspec.json.decode(data))
+
+    def check(self, id: str, owner: str) -> None:
+        """Raises what `get` raises."""
+        if not self._responses.size_bytes(id, owner):
+            raise _forgotten()
 
     def size_bytes(self, id: str, owner: str) -> int:
         """Of what `get` returns, as JSON; 0 if it would raise."""
@@ -81,6 +83,11 @@ class Conversations:
         for item in self.get(id, owner).response.get("output", ()):
             self._items.forget(item.get("id", ""))  # those of LM Studio's chats have none
         self._responses.forget(id)
+
+
+def _forgotten() -> ApiError:
+    message = "The server does not know this response, or has forgotten it: send the whole conversation."
+    return ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
 
 
 _NOTHING = b"", "", 0
