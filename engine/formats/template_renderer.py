@@ -21,6 +21,20 @@ class Broken(Exception):
     """The template cannot be compiled, or fails on a conversation."""
 
 
+def start_ahead() -> None:
+    """Starts a process for a template that is yet to be read: it takes longer to import what it needs than a small
+    model to load."""
+    with suppress(TemplateError):  # the template's own start says so
+        _ahead.append(_process())
+
+
+def _process() -> LimitedProcess:
+    return LimitedProcess("template_process", _DOES_NOT_START)
+
+
+_ahead: list[LimitedProcess] = []  # at most one, that no template has yet
+
+
 class TemplateRenderer:
     """One template. Each thread that renders it at the same time has a process (`template_process`); these end with
     this object."""
@@ -70,7 +84,7 @@ class TemplateRenderer:
         raise AssertionError(answer)
 
     def _started(self) -> LimitedProcess:
-        process = LimitedProcess("template_process", _DOES_NOT_START)
+        process = _ahead.pop() if _ahead else _process()
         process.write(_line(self._source))
         return process
 

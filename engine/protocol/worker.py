@@ -23,7 +23,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -433,17 +432,17 @@ _KERNELS = "engine.targets.nvidia.weights"  # compilers build them
 
 def _load_text_model(options: EngineOptions, report: Report) -> Model:
     from engine.backends import ask_driver, install, no_device_error, open_device, prepare, unusable_cuda
+    from engine.formats import template_renderer
     from engine.formats.merging import MergingProcess
     from engine.kernels import compiler_server
 
     timeline.until_now("process")
     asked = ask_driver(options)
     merge = MergingProcess(options.model_path)
+    template_renderer.start_ahead()
     with timeline.span("device"):
         dev = prepare(options, asked is not None)  # sets the variables that tinygrad reads at import
-        thread = ThreadPoolExecutor(1, "sources")  # of which hundreds are read
-        known = thread.submit(compiler_server.begin, options, [] if dev.startswith("CPU") else [_KERNELS])
-        thread.shutdown(wait=False)
+        is_known = compiler_server.begin(options, [] if dev.startswith("CPU") else [_KERNELS])
         install(dev)
     if asked and (why := asked()):
         if options.backend.upper() == "CUDA":
@@ -462,7 +461,6 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
         import_runner(dev)  # while the driver opens the device
 
     candidate_trial.restart = restart
-    is_known = known.result()
     prompts.file()
     try:
         opening()

@@ -386,9 +386,13 @@ def test_a_process_that_waits_for_a_processor_is_not_stopped(template):
 
 @pytest.mark.usefixtures("started_processes")
 def test_the_process_ends_with_its_template(template):
+    template_renderer.start_ahead()
+    [ahead] = template_renderer._ahead
     t = template(ECHO)
     t.encode([user("a")])
     [process] = [each._process for each in t._renderer._idle]
+    assert process is ahead._process and not template_renderer._ahead
+    del ahead
     process.kill()
     process.wait()
     assert text_of(t, [user("a")]) == "<|im_start|>user\na<|im_end|>\n"  # it starts anew

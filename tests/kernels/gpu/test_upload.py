@@ -1,6 +1,7 @@
 """Parts of files on their way to the device."""
 
 import ctypes
+from itertools import count
 from threading import Lock
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ class Driver:
     CUevent, CUdeviceptr_v2, CU_EVENT_DISABLE_TIMING = ctypes.c_uint64, ctypes.c_uint64, 2
 
     def __init__(self):
-        self.memory, self.copies, self.events = {}, [], {}
+        self.memory, self.copies, self.events, self.numbers = {}, [], {}, count()
         self.copying = Lock()  # a copy that two threads did could end after its slot has been filled again
 
     def cuMemHostAlloc(self, address, n, flags):
@@ -37,7 +38,7 @@ class Driver:
         return 0
 
     def cuEventCreate(self, event, flags):
-        event._obj.value = len(self.memory)
+        event._obj.value = next(self.numbers)
         return 0
 
     def cuMemcpyHtoDAsync_v2(self, target, source, n, stream):

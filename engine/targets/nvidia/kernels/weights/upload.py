@@ -7,6 +7,7 @@ Nothing waits for the device: a copy is in line with the kernels that are launch
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -109,10 +110,14 @@ class _Slot:
     def __init__(self, cuda: Any, check: Callable[[int], None]) -> None:
         self._cuda, self._check = cuda, check
         self.address, self.copied = ctypes.c_void_p(), cuda.CUevent()
-        check(cuda.cuMemHostAlloc(ctypes.byref(self.address), _SLOT_BYTES, 0))
         check(cuda.cuEventCreate(ctypes.byref(self.copied), cuda.CU_EVENT_DISABLE_TIMING))
+
+    @functools.cached_property
+    def _memory(self) -> memoryview:
+        """Allocated by the first reader of it: that takes 8 ms (H200), in which others read already."""
+        self._check(self._cuda.cuMemHostAlloc(ctypes.byref(self.address), _SLOT_BYTES, 0))
         assert self.address.value
-        self._memory = memoryview((ctypes.c_uint8 * _SLOT_BYTES).from_address(self.address.value)).cast("B")
+        return memoryview((ctypes.c_uint8 * _SLOT_BYTES).from_address(self.address.value)).cast("B")
 
     def read(self, part: Part, start: int, n: int) -> None:
         """Fills it with `n` bytes of a part, once the device has fetched the last ones."""
@@ -121,7 +126,8 @@ class _Slot:
 
     def free(self) -> None:
         self._check(self._cuda.cuEventDestroy_v2(self.copied))
-        self._check(self._cuda.cuMemFreeHost(self.address))
+        if self.address.value:
+            self._check(self._cuda.cuMemFreeHost(self.address))
 
 
 def upload(parts: Iterable[Part]) -> Upload:
