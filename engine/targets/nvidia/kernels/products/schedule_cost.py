@@ -218,7 +218,8 @@ def _registers(stack: StackedMatrices, s: Schedule) -> float:
 
 def _held_registers(s: Schedule) -> int:
     """Those of a thread that its held blocks leave to the compiler."""
-    return min(255, REGISTERS // (s.blocks * _warps(s) * 32) // 8 * 8)
+    of_scheduler = math.ceil(s.blocks * _warps(s) / _SCHEDULERS)  # warps
+    return min(255, REGISTERS // _SCHEDULERS // (of_scheduler * 32) // 8 * 8)
 
 
 @functools.cache
