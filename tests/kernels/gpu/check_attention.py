@@ -8,15 +8,12 @@ from tinygrad import dtypes
 from engine.formats.kv_format import KVFormat
 from engine.targets.nvidia.kernels.attention.decode_block import combine, result_size
 from engine.targets.nvidia.kernels.attention.flash_attention import FlashSplit, flash_attention, flash_split
-from engine.targets.nvidia.kernels.attention.prefill_attention import (
-    PromptTiling,
-    attend_prompt,
-    combine_prompt,
-    prompt_tiling,
-)
+from engine.targets.nvidia.kernels.attention.prefill_attention import attend_prompt, combine_prompt
 from engine.targets.nvidia.kernels.attention.prompt_rotation import norms_over_heads, rotate_prompt
+from engine.targets.nvidia.kernels.attention.prompt_tiling import PromptTiling, prompt_tiling
 from engine.targets.nvidia.kernels.pieces import PIECE_ROWS, rows_of
-from engine.targets.nvidia.kernels.products.matmul import fragment_index, fragments_size
+from engine.targets.nvidia.kernels.products.activation_order import PLACES
+from engine.targets.nvidia.kernels.products.matmul import fragments_size
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
 from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, prompt_state, rng, run, zeros
 from tests.kernels.gpu.cache_layout import CONTEXT, Pool, heads_of, kept
@@ -245,12 +242,17 @@ def check_prompts_of_several_sequences() -> None:
 
 
 def check_pieces_of_several_prompts() -> None:
-    """Pieces of three prompts in a step: one that fills its rows, one of two units, windows and tables of their own."""
+    """Pieces of three prompts in a step: one that fills its rows, one of two units, windows and tables of their own.
+    Blocks that gather what they store by eight tokens, of all heads and of some that share keys."""
     before = ((32, 5), (40, 70))
-    attended_prompt(PromptTiling(1, 4, 1, 1), 11, 130, heads_of(norm_eps=1e-6), before=before)
+    shared = heads_of(64, 4, 1, norm_eps=1e-6)
+    attended_prompt(PromptTiling(1, 4, 1, 1), 11, 130, shared, before=before, order="eights")
+    if THOROUGH:
+        attended_prompt(PromptTiling(1, 2, 1, 1), 21, 18, heads_of(128, 4, 1), order="eights")
+        attended_prompt(PromptTiling(1, 4, 1, 1), 21, 18, heads_of(128, 2, 1), order="eights", sinks=True)
     attended_prompt(PromptTiling(2, 2, 2, 2), 11, 30, heads_of(window=20), before=before, sinks=True)
-    gated = heads_of(32, norm_eps=1e-6, gates=32, kv_format=KVFormat.Q8_0)
-    attended_prompt(PromptTiling(1, 2, 1, 1), 5, 0, gated, before=before[:1])
+    gated = heads_of(32, 8, 1, norm_eps=1e-6, gates=32, kv_format=KVFormat.Q8_0)
+    attended_prompt(PromptTiling(1, 8, 1, 1), 5, 0, gated, before=before[:1], order="eights")
     for h in (heads_of(64, 14, 2), heads_of(128, 16, 8), heads_of(64, 32, 8), heads_of(256, 8, 8)):
         assert 0 < prompt_tiling(h, 512, 132, 99 << 10, is_narrow=True).span(h) <= PIECE_ROWS
 
@@ -261,7 +263,9 @@ def check_pictures_of_prompts() -> None:
     attended_prompt(PromptTiling(2, 1, 1, 3), 50, 137, heads_of(window=20, ahead=True), before=((32, 5),))
 
 
-def attended_prompt(cut, n, position, h, sinks=False, over_heads=False, others=(), before=()):
+def attended_prompt(
+    cut, n, position, h, sinks=False, over_heads=False, others=(), before=(), order="fragments"
+):
     """A piece of n tokens from `position` on, of the sequence after `others` of so many tokens. In the rows `before` it
     are pieces of other sequences: (number of tokens, position) each."""
     pieces, first = [], 0
@@ -286,7 +290,7 @@ def attended_prompt(cut, n, position, h, sinks=False, over_heads=False, others=(
     if over_heads:
         norm.append(zeros(tokens * 2))
         run(norms_over_heads(h, tokens, *shape), norm[1], buffer(sums), *biases)
-    kernel = rotate_prompt(h, tokens, *shape, over_heads, in_turn=1 + len(pieces) % 2)
+    kernel = rotate_prompt(h, tokens, *shape, over_heads, order, in_turn=1 + len(pieces) % 2)
     ins = [prompt, *biases, *norm, *temperature]
     cache, own_tables = (pool.buffers, [tables]) if h.stored != "nothing" else ([], [])
     run(kernel, queries, *[out] * h.gated, *cache, *map(buffer, (sums, cos, sin)), *own_tables, *ins)
@@ -297,12 +301,12 @@ def attended_prompt(cut, n, position, h, sinks=False, over_heads=False, others=(
         seen[first + 3 : first + count - 4] = position + count - 4  # a picture
     ins = [queries, *pool.buffers, tables, prompt, *([buffer(seen)] if h.ahead else [])]
     if cut.splits == 1:
-        run(attend_prompt(h, tokens, cut, sinks), out, *ins, *sink_buffers)
+        run(attend_prompt(h, tokens, cut, sinks, order), out, *ins, *sink_buffers)
     else:
         run(attend_prompt(h, tokens, cut), parts, *ins)
-        run(combine_prompt(h, tokens, cut.splits, sinks), out, parts, prompt, *sink_buffers)
+        run(combine_prompt(h, tokens, cut.splits, sinks, order), out, parts, prompt, *sink_buffers)
 
-    place = prompt_index(lambda m, e: fragment_index(m, e, h.query * h.dim), tokens, h.query * h.dim)
+    place = prompt_index(lambda m, e: PLACES[order](m, e, h.query * h.dim), tokens, h.query * h.dim)
     got, all_rows, new = out.numpy()[place], (sums.sum(0) + sum(bias)).reshape(tokens, -1, h.dim), []
     for first, position, n, sequence in pieces:
         gates, rows = np.split(all_rows[first : first + n], [h.first_row // h.dim], 1)

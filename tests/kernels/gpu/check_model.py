@@ -18,7 +18,7 @@ from engine.runtime.kv_blocks import KVBlocks
 from engine.runtime.model_runner import Drawing, SearchRequest, Slot, same_rows
 from engine.targets import nvidia as fused
 from engine.targets.nvidia import schedule_search
-from engine.targets.nvidia.kernels.attention.prefill_attention import prompt_tiling
+from engine.targets.nvidia.kernels.attention.prompt_tiling import prompt_tiling
 from engine.targets.nvidia.kernels.device import multiprocessors
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pieces import state_size

@@ -10,7 +10,8 @@ from engine.formats.quantization import FORMATS, WIDENED, WIDENED_IQ3_S
 from engine.kernels.device_memory import part_of
 from engine.targets.nvidia.kernels.attention.flash_attention import flash_attention, flash_split, rows_split
 from engine.targets.nvidia.kernels.attention.kv_cache import Heads
-from engine.targets.nvidia.kernels.attention.prefill_attention import attend_prompt, prompt_tiling
+from engine.targets.nvidia.kernels.attention.prefill_attention import attend_prompt
+from engine.targets.nvidia.kernels.attention.prompt_tiling import prompt_tiling
 from engine.targets.nvidia.kernels.device import Chip
 from engine.targets.nvidia.kernels.half_words import is_cuda
 from engine.targets.nvidia.kernels.products import digit_rows

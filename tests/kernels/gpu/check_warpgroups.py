@@ -20,10 +20,11 @@ from engine.targets.nvidia import prefill
 from engine.targets.nvidia.kernels.device import chip, is_own_cuda
 from engine.targets.nvidia.kernels.products import prompt_products, tensor_maps
 from engine.targets.nvidia.kernels.products.copied_matmul import CopiedTiles, halves_index
+from engine.targets.nvidia.kernels.products.eights import eights_index
 from engine.targets.nvidia.kernels.products.matmul import fragments_size
 from engine.targets.nvidia.kernels.products.prompt_products import prompt_product
 from engine.targets.nvidia.kernels.products.tensor_maps import MAP_WORDS
-from engine.targets.nvidia.kernels.products.warpgroup_matmul import WarpgroupTiles, eights_index
+from engine.targets.nvidia.kernels.products.warpgroup_matmul import WarpgroupTiles
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
@@ -40,6 +41,8 @@ def check_warpgroup_products() -> None:
     for ggml_type, rows, cols, paired, tiles in (
         *[(12, 139, 512, False, WarpgroupTiles(32, 1, 2, 2))] * THOROUGH,
         (8, 64, 832, False, WarpgroupTiles(16, 1, 1, 2, 4)),
+        *[(8, 640, 64, True, WarpgroupTiles(16, 2, 1, 1, rest=(512, WarpgroupTiles(32, 1, 1, 1))))]
+        * THOROUGH,
         *[(1, 130, 64, True, WarpgroupTiles(16, 2, 1, 1, rest=(128, WarpgroupTiles(32, 1, 2, 1))))]
         * THOROUGH,
         *((kind, 64, 512, False, WarpgroupTiles(16, 1, 1, 2)) for kind in (0, *FORMATS) if THOROUGH),

@@ -34,12 +34,9 @@ from engine.targets.graph.runner import GraphRunner
 from engine.targets.nvidia.kernels.attention.decode_block import combine
 from engine.targets.nvidia.kernels.attention.flash_attention import flash_attention, flash_split
 from engine.targets.nvidia.kernels.attention.kv_cache import Heads
-from engine.targets.nvidia.kernels.attention.prefill_attention import (
-    attend_prompt,
-    combine_prompt,
-    prompt_tiling,
-)
+from engine.targets.nvidia.kernels.attention.prefill_attention import attend_prompt, combine_prompt
 from engine.targets.nvidia.kernels.attention.prompt_rotation import norms_over_heads, rotate_prompt
+from engine.targets.nvidia.kernels.attention.prompt_tiling import prompt_tiling
 from engine.targets.nvidia.kernels.pieces import state_size
 from engine.targets.nvidia.kernels.products import small_batch as few
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts

@@ -24,17 +24,13 @@ from engine.targets.nvidia.kernels.attention.flash_attention import (
     rows_split,
 )
 from engine.targets.nvidia.kernels.attention.kv_cache import LENGTH_UNIT, Heads, Stored
-from engine.targets.nvidia.kernels.attention.prefill_attention import (
-    PromptTiling,
-    attend_prompt,
-    combine_prompt,
-    prompt_tiling,
-)
+from engine.targets.nvidia.kernels.attention.prefill_attention import attend_prompt, combine_prompt
 from engine.targets.nvidia.kernels.attention.prompt_rotation import (
     heads_in_turn,
     norms_over_heads,
     rotate_prompt,
 )
+from engine.targets.nvidia.kernels.attention.prompt_tiling import PromptTiling, prompt_tiling
 from engine.targets.nvidia.kernels.attention.store_rows import store_rows
 from engine.targets.nvidia.kernels.device import multiprocessors, shared_limit
 from engine.targets.nvidia.kernels.products.activation_order import Order

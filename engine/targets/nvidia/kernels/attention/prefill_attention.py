@@ -16,20 +16,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.kernel import Kernel, Name
-from engine.kernels.launch_hints import STATIC_SHARED, shared_hints
+from engine.kernels.launch_hints import shared_hints
 from engine.targets.nvidia.kernels.attention.attention_sums import LEAST_TOTAL, AttentionSums, step_scores
 from engine.targets.nvidia.kernels.attention.cache_tiles import STORAGES
 from engine.targets.nvidia.kernels.attention.kv_cache import Heads, Pages
-from engine.targets.nvidia.kernels.device import spills_early
+from engine.targets.nvidia.kernels.attention.prompt_tiling import PromptTiling
 from engine.targets.nvidia.kernels.half_words import unknown
-from engine.targets.nvidia.kernels.pieces import PIECE_ROWS, Piece
+from engine.targets.nvidia.kernels.pieces import Piece
 from engine.targets.nvidia.kernels.products.activation_order import PLACES, Order
+from engine.targets.nvidia.kernels.products.eights import RUN, Gathered, place_in_runs
 from engine.targets.nvidia.kernels.uops import (
     F16,
     F32,
@@ -48,87 +48,9 @@ from engine.targets.nvidia.kernels.uops import (
     store_run,
 )
 
-_MAX_SPLITS = 32
 _MAX_WARPS = 32  # of a block
 _ADDED_AT_ONCE = 8  # splits: a thread has no registers for the sums of many more
-_SPLIT_COST = 0.02  # of adding a split's sums, as a part of the time
-
-
-@dataclass(frozen=True)
-class PromptTiling:
-    """How prefill attention is divided. A warp has 16 * `rows` queries of a head; a block has `warps` warps, which read
-    the same keys, 16 * `steps` at a time; `splits` blocks share the keys of the same queries. Queries are in registers,
-    or if they are `shared`, in shared memory. `across` warps have the same queries, and each a part of the values'
-    dimensions. Shared memory has the keys and values of `held` steps, two or one."""
-
-    rows: int
-    warps: int
-    steps: int
-    splits: int
-    shared: bool = False
-    across: int = 1
-    held: int = 2
-
-    @property
-    def units(self) -> int:
-        """Warps of a block that have queries of their own."""
-        return self.warps // self.across
-
-    def span(self, heads: Heads) -> int:
-        """The tokens whose queries a block has; 0 if blocks begin at other places than multiples of a number."""
-        if self.units % heads.shared_by and heads.shared_by % self.units:
-            return 0
-        return 16 * self.rows * max(1, self.units // heads.shared_by)
-
-    def narrowed(self, heads: Heads) -> PromptTiling:
-        """With as many warps as have queries of at most `PIECE_ROWS` tokens; the more parts of keys each then has to
-        copy, the smaller the steps."""
-        fewer = (replace(self, warps=n * self.across) for n in range(self.units, 0, -1))
-        narrow = next(t for t in fewer if 0 < t.span(heads) <= PIECE_ROWS)
-        steps = max(1, self.steps * narrow.warps // self.warps)
-        return replace(narrow, steps=1 << (steps.bit_length() - 1))
-
-    def shared_bytes(self, dim: int) -> int:
-        """Shared memory of a block: keys, values and queries."""
-        return (2 * self.held * self.steps + self.shared * self.units * self.rows) * 16 * dim * 2
-
-    def sums_size(self, heads: Heads, tokens: int) -> int:
-        """The size of the sums of all splits, float32."""
-        return self.splits * heads.query * tokens * (heads.dim + 8)
-
-
-def prompt_tiling(
-    heads: Heads, tokens: int, multiprocessors: int, limit: int = STATIC_SHARED, is_narrow: bool = False
-) -> PromptTiling:
-    """The tiling for a step of `tokens` tokens, with up to `limit` bytes of shared memory for a block, for pieces that
-    begin at any multiple of `PIECE_ROWS` if it `is_narrow`, else at those of its span. A warp loads
-    operands from shared memory for all its queries, so it gets as many as its registers hold. Sums are scaled down and
-    the block's warps wait for each other once a step, so steps are as large as fits. The fewest splits that give the
-    multiprocessors blocks evenly."""
-    dim, is_large = heads.dim, heads.dim > 128
-    rows = 2 if dim <= 64 and heads.shared_by * tokens >= 512 else 1
-    units = heads.shared_by * tokens // (16 * rows)
-    fits_two = dim <= 64 or not spills_early()
-    small = [(8, 4)] * (units >= 8) + [(8, 2)] * fits_two + [(8, 1)]
-    shapes = [(8, 1), (4, 1), (2, 1)] if is_large else small
-    # More dimensions than these have more sums than a warp's registers hold.
-    across = 2 if dim > (128 if spills_early() else 256) else 1
-    tilings = [
-        PromptTiling(rows, min(units * across, warps), steps, 1, is_large, across, held)
-        for held in (2, 1)
-        for warps, steps in shapes
-    ]
-    if is_narrow:
-        tilings = [tiling.narrowed(heads) for tiling in tilings]
-    tiling = next((t for t in tilings if t.shared_bytes(dim) <= limit), tilings[-1])
-    blocks = heads.kv * -(-units // tiling.units)
-
-    def cost(splits: int) -> float:
-        """The time of the blocks, if one at a time runs on a multiprocessor, over what it is if none is idle."""
-        rounds = -(-blocks * splits // multiprocessors)
-        return rounds * multiprocessors / (blocks * splits) + splits * _SPLIT_COST
-
-    return replace(tiling, splits=min(range(1, _MAX_SPLITS + 1), key=cost))
+_RESULT_SLOT = 8  # of the shared memory for these
 
 
 def query_index(heads: Heads, tokens: int, head: UOp, token: UOp, d: UOp) -> UOp:
@@ -225,8 +147,10 @@ class _PromptBlock:
         self.thread = UOp.special(32, "lidx0")
         warp = UOp.special(warps, "lidx1") if warps > 1 else UOp.const(0)
         block, kv = UOp.special(blocks, "gidx0"), UOp.special(h.kv, "gidx1")
+        self.kv = kv
         self.split = UOp.special(tiling.splits, "gidx2") if tiling.splits > 1 else UOp.const(0)
         block = blocks - 1 - block  # the longest work starts first
+        self.number, self.first_unit = warp * 32 + self.thread, block * per_block
         self.own_unit, self.run = (warp // across, warp % across) if across > 1 else (warp, UOp.const(0))
         unit, self.g, self.t = block * per_block + self.own_unit, self.thread // 4, self.thread % 4
         exists = unit < units
@@ -330,17 +254,41 @@ class _PromptBlock:
 
     def result_stores(
         self, out: UOp, order: Order, r: int, sums: Sequence[UOp], total: Sequence[UOp], top: Sequence[UOp],
-        sinks: UOp | None,
+        sinks: UOp | None, gathered: Gathered | None,
     ) -> list[UOp]:  # fmt: skip
-        """Stores the results of the r-th tile of queries."""
+        """Stores the results of the r-th tile of queries, or gathers them."""
+        h, stores = self.heads, list[UOp]()
         if sinks is not None:
             score = load(sinks, self.head) * f32(LOG2_E)
             total = [x + (score - b).exp2() for x, b in zip(total, top, strict=True)]
-        factors, stores = [x.maximum(LEAST_TOTAL).reciprocal() for x in total], list[UOp]()
+        factors = [x.maximum(LEAST_TOTAL).reciprocal() for x in total]
         for c in range(self.own_chunks):
-            place = self.head, self.tile + r, self.run * self.own_chunks + c, self.thread
-            stores += _store(self.heads, out, order, *place, sums[8 * c : 8 * c + 8], factors, self.live)
+            chunk, own = self.run * self.own_chunks + c, sums[8 * c : 8 * c + 8]
+            results = _results(
+                h, out, order, self.head, self.tile + r, chunk, self.thread, own, factors, self.live
+            )
+            if gathered is None:
+                stores += [store(out, place, value, self.live) for place, value in results]
+                continue
+            head, tile = (
+                self.own_unit % self.tiling.block_heads(h),
+                self.own_unit // self.tiling.block_heads(h),
+            )
+            for (token, column), (_, value) in zip(
+                _elements(h, head, tile * self.tiling.rows + r, chunk, self.thread), results, strict=True
+            ):
+                place = gathered.place(token, *place_in_runs(column, h.query * h.dim))
+                stores.append(store(gathered.array, place, value))
         return stores
+
+    def gathered_stores(self, out: UOp, gathered: Gathered, stores: Sequence[UOp]) -> list[UOp]:
+        """Stores what the block's threads have gathered."""
+        h, piece = self.heads, self.piece
+        first_token = self.first_unit // h.shared_by * (16 * self.tiling.rows)
+        first_head = self.kv * h.shared_by + self.first_unit % h.shared_by
+        is_live = lambda token: piece.token(token // 16 * 16) < piece.count
+        place = first_token, first_head * (h.dim // RUN), self.number, self.tiling.warps * 32
+        return gathered.stores(out, h.query * h.dim, stores, *place, is_live)
 
 
 @functools.cache
@@ -348,18 +296,18 @@ def attend_prompt(
     heads: Heads, tokens: int, tiling: PromptTiling, has_sinks: bool = False, order: Order = "fragments"
 ) -> Kernel:
     """Causal attention of prompts over the cache. Buffers: out, float16 (tokens, query heads * dim) in an
-    `Order`, or with several splits the sums of each, float32
-    (`PromptTiling.sums_size`), and of gated heads it holds the factors of its elements; queries, those of
-    `prefill.rotate_prompt`; cache (`Heads.cache_planes`); tables, those of blocks, int32
-    (sequences, `Heads.table_size`); prompt, the step's state (`pieces`), whose pieces begin at multiples of
-    `PromptTiling.span`; slopes, float32 (query heads,), of sloped heads; seen, if heads look ahead, how many tokens
-    that of each row sees, int32 (tokens,), at least those up to its own and at most those of its piece; sinks, if there
-    are any, unless there are several splits, float32 (query heads,): a score of each head that is not scaled and weighs
-    no value."""
+    `Order`, or with several splits the sums of each, float32 (`PromptTiling.sums_size`), and of gated heads it holds
+    the factors of its elements; queries, those of `prefill.rotate_prompt`; cache (`Heads.cache_planes`); tables, those
+    of blocks, int32 (sequences, `Heads.table_size`); prompt, the step's state (`pieces`), whose pieces begin at
+    multiples of `PromptTiling.span`; slopes, float32 (query heads,), of sloped heads; seen, if heads look ahead, how
+    many tokens that of each row sees, int32 (tokens,), at least those up to its own and at most those of its piece;
+    sinks, if there are any, unless there are several splits, float32 (query heads,): a score of each head that is not
+    scaled and weighs no value."""
     h, rows, across, splits = heads, tiling.rows, tiling.across, tiling.splits
     chunks = h.dim // 16
     assert h.dim % 16 == 0 and tokens % (16 * rows) == 0 and not (has_sinks and splits > 1)
     assert tiling.warps % across == 0 and chunks % across == 0 and (across == 1 or tiling.shared)
+    gathered = tiling.gathered(h, tokens, _RESULT_SLOT) if order == "eights" else None
 
     def kernel(
         out: UOp, queries: UOp, cache: list[UOp], tables: UOp, prompt: UOp, slopes: UOp | None, seen: UOp | None,
@@ -373,7 +321,9 @@ def attend_prompt(
             if splits > 1:
                 stores += block.sums_stores(out, r, *ends)
             else:
-                stores += block.result_stores(out, order, r, *ends, sinks)
+                stores += block.result_stores(out, order, r, *ends, sinks, gathered)
+        if gathered:
+            stores = block.gathered_stores(out, gathered, stores)
         shape = f"{rows}_{tiling.warps}_{tiling.steps}_{splits}{'_across' * (across > 1)}{'_one' * (tiling.held == 1)}"
         if splits == 1:
             shape += f"{'_sinks' * has_sinks}{h.gate_name}_{order}"
@@ -387,9 +337,8 @@ def attend_prompt(
         h.sloped and "slopes",
         h.ahead and "seen",
     )
-    return Kernel(
-        kernel, ("out",), (*inputs, has_sinks and "sinks"), shared_hints(tiling.shared_bytes(h.dim))
-    )
+    n_bytes = tiling.shared_bytes(h.dim) + (gathered.n_bytes if gathered else 0)
+    return Kernel(kernel, ("out",), (*inputs, has_sinks and "sinks"), shared_hints(n_bytes))
 
 
 def _step_ranges(
@@ -421,21 +370,23 @@ def _record(heads: Heads, tokens: int, split: UOp | int, head: UOp, tile: UOp) -
     return ((split * heads.query + head) * (tokens // 16) + tile) * ((heads.dim + 8) * 16)
 
 
-def _store(
+def _elements(h: Heads, head: UOp, tile: UOp, c: UOp, thread: UOp) -> list[tuple[UOp, UOp]]:
+    """The token and the column of each of a thread's eight results of sixteen dimensions: four of either query."""
+    column, token = head * h.dim + c * 16 + thread % 4 * 4, tile * 16 + thread // 4
+    return [(token + 8 * side, column + e) for side in (0, 1) for e in range(4)]
+
+
+def _results(
     h: Heads, out: UOp, order: Order, head: UOp, tile: UOp, c: UOp, thread: UOp, sums: Sequence[UOp],
     factors: Sequence[UOp], live: UOp,
-) -> list[UOp]:  # fmt: skip
-    """Stores a thread's sums of sixteen dimensions, times the factors of its two queries."""
-    g, t, stores = thread // 4, thread % 4, []
-    for side in (0, 1):
-        for e in range(4):
-            value = sums[e % 2 * 4 + 2 * side + e // 2] * factors[side]
-            token, column = tile * 16 + g + 8 * side, head * h.dim + c * 16 + t * 4 + e
-            place = PLACES[order](token, column, h.query * h.dim)
-            if h.gated:
-                value = value * load(out, place, live).cast(F32)
-            stores.append(store(out, place, value.cast(F16), live))
-    return stores
+) -> list[tuple[UOp, UOp]]:  # fmt: skip
+    """A thread's results of sixteen dimensions, each with its place: its sums times the factors of its two queries."""
+    values = [sums[e % 2 * 4 + 2 * side + e // 2] * factors[side] for side in (0, 1) for e in range(4)]
+    places = [PLACES[order](*element, h.query * h.dim) for element in _elements(h, head, tile, c, thread)]
+    if h.gated:
+        gates = [load(out, place, live).cast(F32) for place in places]
+        values = [value * gate for value, gate in zip(values, gates, strict=True)]
+    return [(place, value.cast(F16)) for place, value in zip(places, values, strict=True)]
 
 
 @functools.cache
@@ -483,7 +434,8 @@ def combine_prompt(
             score = load(sinks, head) * f32(LOG2_E)
             total = [x + (score - b).exp2() for x, b in zip(total, top, strict=True)]
         factors = [x.maximum(LEAST_TOTAL).reciprocal() for x in total]
-        stores = _store(h, out, order, head, tile, c, thread, results, factors, live)
+        placed = _results(h, out, order, head, tile, c, thread, results, factors, live)
+        stores = [store(out, place, value, live) for place, value in placed]
         name = f"prefill_combine_{h.query}_{h.dim}_{tokens}_{splits}"
         name += f"{'_sinks' * has_sinks}{h.gate_name}_{order}"
         return finish(name, stores)

@@ -7,15 +7,14 @@ from typing import Literal
 from tinygrad import UOp
 
 from engine.targets.nvidia.kernels.products.copied_matmul import halves_index
+from engine.targets.nvidia.kernels.products.eights import eights_index
 from engine.targets.nvidia.kernels.products.matmul import fragment_index, spread
 from engine.targets.nvidia.kernels.products.small_batch import column_index
-from engine.targets.nvidia.kernels.products.warpgroup_matmul import eights_index
 from engine.targets.nvidia.kernels.weights.matrix_bytes import QUARTER, UNIT, units_of
 
 Order = Literal["fragments", "eights", "halves", "rows", "columns"]
-"""Fragments of `matmul`; by eight tokens, for `warpgroup_matmul`; halves, as
-rows of a float16 matrix lie, for `copied_matmul`; rows of units_of(cols) * UNIT elements, for products
-with experts; columns of `small_batch`."""
+"""Fragments of `matmul`; by eight tokens, for `warpgroup_matmul`; halves, as rows of a float16 matrix lie, for
+`copied_matmul`; rows of units_of(cols) * UNIT elements, for products with experts; columns of `small_batch`."""
 
 
 def _place_in_rows(token: UOp, column: UOp, cols: int) -> UOp:

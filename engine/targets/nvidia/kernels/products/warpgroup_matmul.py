@@ -4,7 +4,7 @@
 Rows of the matrix are the left operand, in registers. As in `matmul`, a thread loads sixteen columns of a row straight
 from the planes in a step, and converts them; here of two neighbouring rows. Tokens are the right operand, which a block
 copies to shared memory while it computes (`StagedTiles`), and which is read there once for 64 rows. Activations lie by
-eight tokens (`eights_index`), as the instruction reads them.
+eight tokens, as the instruction reads them (`eights`).
 
 The products go on by themselves. Meanwhile a thread waits for those of the step before, converts the weights of the
 next step where that one had its own, and loads those of a later one. The loop's body has `depth` steps, so that each
@@ -28,6 +28,7 @@ from engine.kernels.launch_hints import shared_hints
 from engine.targets.nvidia.kernels.device import Chip
 from engine.targets.nvidia.kernels.half_words import halves, rounded, word_of
 from engine.targets.nvidia.kernels.pieces import used_rows
+from engine.targets.nvidia.kernels.products.eights import Gathered, eights_index
 from engine.targets.nvidia.kernels.products.load_ahead import LoadedAhead
 from engine.targets.nvidia.kernels.products.matmul import MAX_HALF, spread
 from engine.targets.nvidia.kernels.products.staged_tiles import (
@@ -154,28 +155,6 @@ def warpgroup_tiles(
     return min(found, key=lambda pair: pair[0])[1]
 
 
-def eights_index(token: UOp, column: UOp, cols: int) -> UOp:
-    """The index of an activation. They lie as [16 tokens, step, token, pair of columns of each quarter, quarter, one of
-    the pair], the pairs of a token in the order that `warpgroup_products.added` reads."""
-    step, quarter = spread(column // UNIT, column % UNIT // QUARTER, units_of(cols))
-    pair, i = column % QUARTER // 8 * 4 + column % 4, column % 8 // 4
-    row = (token // 16 * units_of(cols) + step) * 16 + token % 16
-    return row * UNIT + (pair ^ token % 8) * 8 + quarter * 2 + i
-
-
-RUN_OF_EIGHTS = 8
-"""Activations of a token that are neighbours by eight tokens."""
-
-
-def run_of_eights(token: UOp, run: UOp, cols: int) -> tuple[UOp, list[UOp]]:
-    """The index of the first of a token's run-th neighbours (`eights_index`), and their columns."""
-    units, step, pair = units_of(cols), run // 8, run % 8
-    row = (token // 16 * units + step) * 16 + token % 16
-    places = [spread(step, UOp.const(quarter), units) for quarter in range(4)]
-    first = [unit * UNIT + quarter * QUARTER + pair // 4 * 8 + pair % 4 for unit, quarter in places]
-    return row * UNIT + (pair ^ token % 8) * RUN_OF_EIGHTS, [column + i for column in first for i in (0, 4)]
-
-
 @dataclass(frozen=True)
 class Block:
     """Where a thread stores what a block has computed of `tokens` tokens and `rows` rows: those of its part before
@@ -214,6 +193,36 @@ def stored(
     return results
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a matrix of a thread: the first ones of two neighbours each. Rows from `end` on are not there, unless
+    the block is `whole`. `thread`: that of four which share a row."""
+
+    layout: WeightLayout
+    units: int
+    rows: Sequence[UOp]
+    end: int
+    whole: bool
+    thread: UOp
+
+    def _quarter(self, step: UOp) -> tuple[UOp, UOp]:
+        return spread(step.minimum(self.units - 1), self.thread, self.units)
+
+    def fetch(self, planes: Sequence[UOp], step: UOp) -> list[list[UOp]]:
+        """The weights of a step, of each row."""
+        rows = [row + k for row in self.rows for k in (0, 1)]
+        rows = rows if self.whole else [row.minimum(self.end - 1) for row in rows]
+        return [self.layout.load_quarter(planes, row, self.units, *self._quarter(step)) for row in rows]
+
+    def words(self, loaded: Sequence[Sequence[UOp]], step: UOp, is_last: bool) -> list[list[UOp]]:
+        """Of each row, words of pairs of weights; zeros beyond the last step, which it may be if it `is_last`."""
+        _, quarter = self._quarter(step)
+        words = [[word_of(*pair) for pair in quarter_pairs(self.layout, own, quarter)] for own in loaded]
+        if not is_last:
+            return words
+        return [[(step < self.units).where(word, UOp.const(0, U32)) for word in own] for own in words]
+
+
 @functools.cache
 def warpgroup_matmul(
     layout: WeightLayout, tokens: int, rows: int, cols: int, tiles: WarpgroupTiles, paired: bool, name: str,
@@ -229,6 +238,8 @@ def warpgroup_matmul(
     assert not (paired and (rows % 2 or tiles.parts > 1))
     n_sums = n // 2  # of a thread and 64 rows
     first, end = span or (0, rows)
+    whole = (end - first) % tiles.width == 0
+    gathered = _gathered(tiles, rows, (first, end), slot=depth + 2) if paired else None
 
     def kernel(out: UOp, x: UOp, prompt: UOp, planes: Sequence[UOp]) -> UOp:
         warps = warpgroup_products.WARPS * tiles.groups
@@ -236,8 +247,7 @@ def warpgroup_matmul(
         blocks = -(-(end - first) // tiles.width)
         column_block, block = UOp.special(tokens // n, "gidx0"), UOp.special(blocks, "gidx1")
         part = UOp.special(tiles.parts, "gidx2") if tiles.parts > 1 else UOp.const(0)
-        first_row, first_step = (block * warps + warp) * (16 * tiles.tall) + first, part * steps
-        used = used_rows(prompt, tokens)
+        first_step, used = part * steps, used_rows(prompt, tokens)
         own_steps = (units - first_step).minimum(steps) if tiles.parts > 1 else UOp.const(steps)
         acc = zeroed_registers(n_sums * tiles.tall, 0)
         staged = StagedTiles(
@@ -245,27 +255,10 @@ def warpgroup_matmul(
             buffers=READ_LATER,
         )  # fmt: skip
 
-        def row_of(j: int) -> UOp:
-            """The first of this thread's two rows of the j-th 64."""
-            return first_row + j * 16 + lane // 4 * 2
-
-        def fetch(planes: Sequence[UOp], step: UOp) -> list[list[UOp]]:
-            """This thread's weights of a step, of each row."""
-            unit, quarter = spread(step.minimum(units - 1), lane % 4, units)
-            places = [row_of(j) + k for j in range(tiles.tall) for k in (0, 1)]
-            if (end - first) % tiles.width:
-                places = [row.minimum(end - 1) for row in places]
-            return [layout.load_quarter(planes, row, units, unit, quarter) for row in places]
-
-        def converted(loaded: Sequence[Sequence[UOp]], step: UOp) -> list[list[UOp]]:
-            """Of each row, words of pairs of weights; zeros beyond the last step."""
-            _, quarter = spread(step.minimum(units - 1), lane % 4, units)
-            words = [[word_of(*pair) for pair in quarter_pairs(layout, of_row, quarter)] for of_row in loaded]
-            if units % depth == 0 and steps <= units:
-                return words
-            return [[(step < units).where(word, UOp.const(0, U32)) for word in some] for some in words]
-
-        ahead = [LoadedAhead(fetch(planes, first_step + i), slot=i + 1) for i in range(depth)]
+        slots = [(block * warps + warp) * tiles.tall + j for j in range(tiles.tall)]
+        of_slots = [_row_of_runs(first // 16 + i, rows // 2) if gathered else first + i * 16 for i in slots]
+        own = _Rows(layout, units, [row + lane // 4 * 2 for row in of_slots], end, whole, lane % 4)
+        ahead = [LoadedAhead(own.fetch(planes, first_step + i), slot=i + 1) for i in range(depth)]
         effect = staged.begin_two(first_step)
         trips = (own_steps + (depth - 1)) // depth
         trip = UOp.range((column_block * n < used).where(trips, 0), 0, AxisType.REDUCE)
@@ -275,9 +268,9 @@ def warpgroup_matmul(
             step = first_step + turn
             # Products have taken the words of all steps but the one before.
             loaded = [[warpgroup_products.after(w, effect) for w in some] for some in weights.of(trip)]
-            words = converted(loaded, step)
+            words = own.words(loaded, step, is_last=units % depth > 0 or steps > units)
             array, asked, place = staged.read_later(turn, step, effect, *itertools.chain(*words))
-            following.append(fetch([plane.after(asked) for plane in planes], step + depth))
+            following.append(own.fetch([plane.after(asked) for plane in planes], step + depth))
             latest = warpgroup_products.begun(asked, *itertools.chain(*words))
             for quad in range(4):
                 for j in range(tiles.tall):
@@ -290,22 +283,14 @@ def warpgroup_matmul(
         ended = warpgroup_products.all_but(0, UOp.group(*kept).end(trip))
         # tinygrad drops what is neither a barrier nor a store.
         acc = acc.after(UOp(Ops.BARRIER, src=(ended,)))
-        whole = (end - first) % tiles.width == 0
         of_block = Block(tokens, rows, end, whole, column_block * n, part, lane)
-        results = [
-            one
-            for j in range(tiles.tall)
-            for one in stored(
-                out,
-                acc,
-                j * n_sums,
-                n_sums,
-                row_of(j),
-                of_block,
-                activation if paired else None,
-                eights_index,
-            )
-        ]
+        if gathered:
+            first_run = first // 16 + block * gathered.runs
+            results = _gathered_stores(out, acc, gathered, tiles, of_block, warp, first_run, activation)
+        else:
+            places = [(j * n_sums, n_sums, row) for j, row in enumerate(own.rows)]
+            of_rows = of_block, activation if paired else None, eights_index
+            results = [one for place in places for one in stored(out, acc, *place, *of_rows)]
         shape = f"{tiles.tokens}_{tiles.tall}_{tiles.groups}_{tiles.parts}_{depth}"
         full_name = f"prefill_{name}_{layout.name}_{tokens}_{rows}x{cols}_groups_{shape}"
         full_name += f"_{first}_{end}" * (end - first < rows)
@@ -314,5 +299,40 @@ def warpgroup_matmul(
     planes = "planes", len(layout.shapes(rows, cols))
     # Of few tokens it loads its first weights before it waits for the kernel before, which leaves room for that.
     waits_for = ("out", "x") if n == LEAST_TOKENS else ()
-    hints = shared_hints(staged_bytes(n // 16, READ_LATER), waits_for)
-    return Kernel(kernel, ("out",), ("x", "prompt", planes), hints)
+    n_bytes = staged_bytes(n // 16, READ_LATER) + (gathered.n_bytes if gathered else 0)
+    return Kernel(kernel, ("out",), ("x", "prompt", planes), shared_hints(n_bytes, waits_for))
+
+
+def _gathered(tiles: WarpgroupTiles, rows: int, span: Span, slot: int) -> Gathered | None:
+    """How a block gathers gate and up's products, if its rows are whole runs of these: each warp has sixteen rows at a
+    time, so eight activations, and four warps have four runs of a step (`_row_of_runs`)."""
+    first, end = span
+    if rows % (2 * UNIT) or first % warpgroup_products.ROWS or (end - first) % tiles.width:
+        return None
+    return Gathered(tiles.tokens, tiles.width // 16, slot)
+
+
+def _row_of_runs(slot: UOp, cols: int) -> UOp:
+    """The first of the sixteen rows of gate and up, alternating, that a warp has of the slot-th four runs' quarter."""
+    unit, quarter = spread(slot // 8, slot % 4, units_of(cols))
+    return (unit * UNIT + quarter * QUARTER + slot // 4 % 2 * 8) * 2
+
+
+def _gathered_stores(
+    out: UOp, acc: UOp, gathered: Gathered, tiles: WarpgroupTiles, block: Block, warp: UOp, first_run: UOp,
+    activation: Activation,
+) -> list[UOp]:  # fmt: skip
+    """A thread's stores of what the block has gathered: the products of gate and up. It has one of each token for each
+    sixteen rows of its warp."""
+    n, stores, own = tiles.tokens // 2, list[UOp](), replace(block, token=UOp.const(0))
+    for j in range(tiles.tall):
+        slot = warp * tiles.tall + j
+        run, place = slot // 4 * 4 + block.lane // 4 % 4, slot % 4 * 2 + block.lane // 16
+
+        def index(token: UOp, column: UOp, cols: int, run: UOp = run, place: UOp = place) -> UOp:
+            return gathered.place(token, run, place)
+
+        stores += stored(gathered.array, acc, j * n, n, UOp.const(0), own, activation, index)
+    threads = 32 * warpgroup_products.WARPS * tiles.groups
+    thread = warp * 32 + block.lane
+    return gathered.stores(out, block.rows // 2, stores, block.token, first_run, thread, threads)

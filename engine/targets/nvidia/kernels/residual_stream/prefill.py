@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tinygrad import UOp
 
 from engine.kernels.kernel import Kernel
 from engine.kernels.launch_hints import STATIC_SHARED, LaunchHints
 from engine.targets.nvidia.kernels.products.activation_order import PLACES, Order
+from engine.targets.nvidia.kernels.products.eights import RUN, Gathered, place_in_runs
 from engine.targets.nvidia.kernels.products.matmul import as_half
 from engine.targets.nvidia.kernels.products.runs import Runs
 from engine.targets.nvidia.kernels.products.small_batch import MAX_TOKENS
-from engine.targets.nvidia.kernels.products.warpgroup_matmul import RUN_OF_EIGHTS, run_of_eights
 from engine.targets.nvidia.kernels.residual_stream.token_norm import TokenNorm
 from engine.targets.nvidia.kernels.uops import (
     F16,
@@ -25,13 +26,60 @@ from engine.targets.nvidia.kernels.uops import (
     gated,
     least_counting,
     load,
-    shared,
     store,
-    store_run,
 )
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
 
 _ROW_SLOT = 20  # of the shared memory for a token's activations
+
+
+@dataclass(frozen=True)
+class _Added:
+    """What is added to a token's stream at the places of a thread: products, of so many `parts` each, of which the
+    first `posts` are normed before."""
+
+    norm: TokenNorm
+    token: UOp
+    tokens: int
+    cols: int
+    parts: Sequence[int]
+    post_eps: float | None
+    posts: int
+
+    def _terms(self, of: UOp, n: int, column: UOp, ok: UOp | None) -> list[UOp]:
+        return [load(of, (p * self.tokens + self.token) * self.cols + column, ok) for p in range(n)]
+
+    def products(
+        self, sums: Sequence[UOp], post_norms: Sequence[UOp], biases: Sequence[UOp]
+    ) -> list[list[UOp]]:
+        """The terms of each place."""
+        places = self.norm.places
+        of_biases = [[load(bias, column, ok) for bias in biases] for column, ok in places]
+        added: list[list[UOp]] = [[] for _ in places] if self.posts else of_biases
+        for k, (of, n) in enumerate(zip(sums, self.parts, strict=True)):
+            terms = [self._terms(of, n, *place) for place in places]
+            if k >= self.posts:
+                added = [[*mine, *others] for others, mine in zip(added, terms, strict=True)]
+                continue
+            product = [chain([*a, *b]) for a, b in zip(terms, of_biases, strict=True)]
+            added = self._normed(added, product, post_norms[k], k, self.post_eps)
+        return added
+
+    def with_own(self, added: Sequence[list[UOp]], values: Sequence[UOp], weight: UOp) -> list[list[UOp]]:
+        """With the stream's own values, normed."""
+        return self._normed(added, values, weight, self.posts)
+
+    def _normed(
+        self,
+        added: Sequence[list[UOp]],
+        values: Sequence[UOp],
+        weight: UOp,
+        number: int,
+        eps: float | None = None,
+    ) -> list[list[UOp]]:
+        factor = self.norm.factor(values, 2 + 2 * number, eps)
+        weights = [load(weight, column, ok) for column, ok in self.norm.places]
+        return [[*others, v * factor * w] for others, v, w in zip(added, values, weights, strict=True)]
 
 
 @functools.cache
@@ -62,30 +110,13 @@ def norm_prompt(
         places, factor = token_norm.places, f32(1)
         stores, values = [], [load(stream, token * cols + column, ok) for column, ok in places]
         if parts:
-
-            def terms_of(of: UOp, n: int, column: UOp, ok: UOp | None) -> list[UOp]:
-                return [load(of, (p * tokens + token) * cols + column, ok) for p in range(n)]
-
-            of_biases = [[load(bias, column, ok) for bias in biases] for column, ok in places]
-            added: list[list[UOp]] = [[] for _ in places] if posts else of_biases
-            for k, (of, n) in enumerate(zip(sums, parts, strict=True)):
-                terms = [terms_of(of, n, *place) for place in places]
-                if k >= posts:
-                    added = [[*mine, *others] for others, mine in zip(added, terms, strict=True)]
-                    continue
-                product = [chain([*a, *b]) for a, b in zip(terms, of_biases, strict=True)]
-                factor = token_norm.factor(product, 2 + 2 * k, post_eps)
-                weights = [load(post_norms[k], column, ok) for column, ok in places]
-                for others, value, w in zip(added, product, weights, strict=True):
-                    others.append(value * factor * w)
+            added = _Added(token_norm, token, tokens, cols, parts, post_eps, posts)
+            of_products = added.products(sums, post_norms, biases)
             if own_norm is not None:
-                factor = token_norm.factor(values, 2 + 2 * posts)
-                for others, value, (column, ok) in zip(added, values, places, strict=True):
-                    others.append(value * factor * load(own_norm, column, ok))
-            values = [chain([value, *terms]) for value, terms in zip(values, added, strict=True)]
+                of_products = added.with_own(of_products, values, own_norm)
+            values = [chain([value, *terms]) for value, terms in zip(values, of_products, strict=True)]
             if scale is not None:
-                factor = load(scale, 0)
-                values = [value * factor for value in values]
+                values = [value * load(scale, 0) for value in values]
             if scaled_by != 1:
                 values = [value * f32(scaled_by) for value in values]
         if centred:
@@ -127,18 +158,11 @@ def norm_prompt(
 def _stored_in_eights(
     x: UOp, token: UOp, cols: int, norm: TokenNorm, of_columns: Sequence[tuple[UOp, UOp, UOp | None]]
 ) -> list[UOp]:
-    """Stores a token's activations by eight tokens, 16 bytes of a thread at a time: those of neighbouring columns lie
-    apart, and each would touch memory of its own. They meet in shared memory before."""
-    row = shared(cols, _ROW_SLOT, F16)
-    row = row.after(UOp.group(*(store(row, column, value, ok) for column, value, ok in of_columns)))
-    runs = cols // RUN_OF_EIGHTS
-    stores = []
-    for i in range(-(-runs // norm.threads)):
-        run = norm.thread + i * norm.threads
-        ok = run < runs if (i + 1) * norm.threads > runs else None
-        first, columns = run_of_eights(token, run if ok is None else run.minimum(runs - 1), cols)
-        stores += store_run(x, first, [load(row, column) for column in columns], ok)
-    return stores
+    """Stores a token's activations by eight tokens, 16 bytes of a thread at a time."""
+    gathered, stores = Gathered(1, cols // RUN, _ROW_SLOT), list[UOp]()
+    for column, value, ok in of_columns:
+        stores.append(store(gathered.array, gathered.place(0, *place_in_runs(column, cols)), value, ok))
+    return gathered.stores(x, cols, stores, token, 0, norm.thread, norm.threads)
 
 
 @functools.cache
