@@ -290,7 +290,7 @@ def attended_prompt(
     if over_heads:
         norm.append(zeros(tokens * 2))
         run(norms_over_heads(h, tokens, *shape), norm[1], buffer(sums), *biases)
-    kernel = rotate_prompt(h, tokens, *shape, over_heads, order, in_turn=1 + len(pieces) % 2)
+    kernel = rotate_prompt(h, tokens, *shape, over_heads, order)
     ins = [prompt, *biases, *norm, *temperature]
     cache, own_tables = (pool.buffers, [tables]) if h.stored != "nothing" else ([], [])
     run(kernel, queries, *[out] * h.gated, *cache, *map(buffer, (sums, cos, sin)), *own_tables, *ins)

@@ -26,7 +26,6 @@ from engine.targets.nvidia.kernels.attention.flash_attention import (
 from engine.targets.nvidia.kernels.attention.kv_cache import LENGTH_UNIT, Heads, Stored
 from engine.targets.nvidia.kernels.attention.prefill_attention import attend_prompt, combine_prompt
 from engine.targets.nvidia.kernels.attention.prompt_rotation import (
-    heads_in_turn,
     norms_over_heads,
     rotate_prompt,
 )
@@ -267,7 +266,7 @@ class AttentionHandler(Handler):
             step.add(kernel, factors=factors, sums=sums[:n], bias=self.bias)
         shape = heads, tokens, counts, sizes, has_bias, self.is_over_heads, step.order
         step.add(
-            rotate_prompt(*shape, heads_in_turn(tokens)),
+            rotate_prompt(*shape),
             queries=queries,
             gates=self._attended(step) if heads.gated else None,
             cache=self.cache if self.is_storing else [],

@@ -41,13 +41,24 @@ class Runs:
         return self.starts or tuple(accumulate(self.sizes[:-1], initial=0))
 
     def load(self, sums: Sequence[UOp], bias: UOp | None, token: UOp, row: UOp, inside: UOp) -> UOp:
-        """A row of the product, if it is `inside`: the sum of its parts, plus the bias, within the
-        limit."""
+        """A row of the product, if it is `inside`: the sum of its parts, plus the bias, within the limit."""
+        return self._load(sums, bias, token, row, row, inside)
+
+    def load_run(
+        self, sums: Sequence[UOp], bias: UOp | None, token: UOp, row: UOp, n: int, inside: UOp
+    ) -> list[UOp]:
+        """As `load`, `n` neighbouring rows of one run."""
+        return [self._load(sums, bias, token, row, row + i, inside) for i in range(n)]
+
+    def _load(
+        self, sums: Sequence[UOp], bias: UOp | None, token: UOp, first: UOp, row: UOp, inside: UOp
+    ) -> UOp:
+        """A row in the run that has the `first`."""
         result = None
         for run, count, size, start in zip(sums, self.parts, self.sizes, self._starts, strict=True):
-            if row.vmax < start or row.vmin >= start + size:
+            if first.vmax < start or first.vmin >= start + size:
                 continue
-            in_run = (row >= start) & (row < start + size) & inside if len(self.sizes) > 1 else inside
+            in_run = (first >= start) & (first < start + size) & inside if len(self.sizes) > 1 else inside
             part = chain(
                 load(run, (p * self.tokens + token) * size + (row - start), in_run) for p in range(count)
             )
