@@ -48,6 +48,65 @@ class KeyTiles:
         return scores + apart.maximum(apart * -1.0) * _MASKED
 
 
+class _Scores:
+    """The scores of a tile of queries and its keys, in a buffer from `base` on: [tile of keys, query, key]."""
+
+    def __init__(self, k: KernelBuilder, h: PatchHeads, of_keys: KeyTiles, scores: UOp, base: UOp) -> None:
+        self._k, self._h, self._of_keys, self._scores, self._base = k, h, of_keys, scores, base
+
+    def _at(self, i: UOp, query: int | UOp) -> UOp:
+        return self._base + (i * self._k.lanes + query) * self._k.lanes
+
+    def fill(self, q: UOp, keys: UOp, hidden: UOp, first_tile: UOp, queries: UOp) -> list[UOp]:
+        """Computes them, of the queries' tile and of the keys of a head from its `first_tile` on. The largest of each
+        query so far, in vectors."""
+        k, h, lanes = self._k, self._h, self._k.lanes
+        largest = [k.registers(lanes) for _ in range(lanes)]
+        for m in largest:
+            k.fill(m, 0, UOp.const(_MASKED, F32))
+        with k.loop(self._of_keys.count) as i:
+            block = self._of_keys.first + i
+            sums = [k.zeros() for _ in range(lanes)]
+            with k.loop(h.dim) as d:
+                key = k.vector(keys, ((first_tile + block) * h.dim + d) * lanes)
+                for t, s in enumerate(sums):
+                    k.store(s, 0, k.vector(s, 0) + key * k.load(q, (queries * h.dim + d) * lanes + t))
+            for t, s in enumerate(sums):
+                score = self._of_keys.hide(k.vector(s, 0) + k.vector(hidden, block * lanes), block, t)
+                k.store(self._scores, self._at(i, t), score)
+                k.store(largest[t], 0, k.vector(largest[t], 0).maximum(score))
+        return largest
+
+    def weigh(self, largest: Sequence[UOp]) -> UOp:
+        """Makes weights of them: their exponentials. What each query's results are to be multiplied by, in an array."""
+        k, lanes, scores = self._k, self._k.lanes, self._scores
+        peaks, totals = k.registers(lanes), k.registers(lanes * lanes)
+        for t in range(lanes):
+            k.store(peaks, t, k.across(k.vector(largest[t], 0), Ops.MAX))
+        with k.loop(lanes) as t:
+            k.fill(totals, t * lanes, UOp.const(0.0, F32))
+        with k.loop(self._of_keys.count) as i, k.loop(lanes) as t:
+            share = k.exp(k.vector(scores, self._at(i, t)) + k.load(peaks, t) * -1.0)
+            k.store(scores, self._at(i, t), share)
+            k.store(totals, t * lanes, k.vector(totals, t * lanes) + share)
+        inverses = k.registers(lanes)
+        with k.loop(lanes) as t:
+            total = k.across(k.vector(totals, t * lanes), Ops.ADD)
+            k.store(inverses, t, total.reciprocal())
+        return inverses
+
+    def sums(self, v: UOp, first_tile: UOp, padded_dim: int, column: UOp | int) -> list[UOp]:
+        """The weighted sums of `lanes` columns of a head's values, of each query."""
+        k, lanes = self._k, self._k.lanes
+        sums = [k.zeros() for _ in range(lanes)]
+        with k.loop(self._of_keys.count) as i, k.loop(lanes) as key:
+            row = (first_tile + self._of_keys.first + i) * lanes + key
+            value = k.vector(v, row * padded_dim + column)
+            for t, s in enumerate(sums):
+                k.store(s, 0, k.vector(s, 0) + value * k.load(self._scores, self._at(i, t) + key))
+        return sums
+
+
 @functools.cache
 def attend(h: PatchHeads, windowed: bool = False) -> KernelFunction:
     """Of the queries of a chunk. Buffers: out, float32 (rows, width); scratch, float32 (parts, tiles, lanes, lanes);
@@ -77,48 +136,13 @@ def attend(h: PatchHeads, windowed: bool = False) -> KernelFunction:
             task = first + n  # the tiles of a head one after the other, so that its keys stay in the cache
             head, tile = task // in_chunk, task % in_chunk
             own = k.index(state, FIRST) // lanes + tile
-            queries, of_keys = head * tiles + own, KeyTiles(k, tiles, own, windows)
-
-            def at(i: UOp, query: int | UOp) -> UOp:
-                return base + (i * lanes + query) * lanes
-
-            largest = [k.registers(lanes) for _ in range(lanes)]
-            for m in largest:
-                k.fill(m, 0, UOp.const(_MASKED, F32))
-            with k.loop(of_keys.count) as i:
-                block = of_keys.first + i
-                sums = [k.zeros() for _ in range(lanes)]
-                with k.loop(dim) as d:
-                    key = k.vector(keys, ((head * tiles + block) * dim + d) * lanes)
-                    for t, s in enumerate(sums):
-                        k.store(s, 0, k.vector(s, 0) + key * k.load(q, (queries * dim + d) * lanes + t))
-                for t, s in enumerate(sums):
-                    score = of_keys.hide(k.vector(s, 0) + k.vector(hidden, block * lanes), block, t)
-                    k.store(scores, at(i, t), score)
-                    k.store(largest[t], 0, k.vector(largest[t], 0).maximum(score))
-
-            peaks, totals = k.registers(lanes), k.registers(lanes * lanes)
-            for t in range(lanes):
-                k.store(peaks, t, k.across(k.vector(largest[t], 0), Ops.MAX))
-            with k.loop(lanes) as t:
-                k.fill(totals, t * lanes, UOp.const(0.0, F32))
-            with k.loop(of_keys.count) as i, k.loop(lanes) as t:
-                share = k.exp(k.vector(scores, at(i, t)) + k.load(peaks, t) * -1.0)
-                k.store(scores, at(i, t), share)
-                k.store(totals, t * lanes, k.vector(totals, t * lanes) + share)
-            inverses = k.registers(lanes)
-            with k.loop(lanes) as t:
-                total = k.across(k.vector(totals, t * lanes), Ops.ADD)
-                k.store(inverses, t, total.reciprocal())
+            own_scores = _Scores(k, h, KeyTiles(k, tiles, own, windows), scores, base)
+            largest = own_scores.fill(q, keys, hidden, head * tiles, head * tiles + own)
+            inverses = own_scores.weigh(largest)
 
             def weighted(column: UOp | int, n: int) -> None:
                 """The first n of `lanes` columns of the result."""
-                sums = [k.zeros() for _ in range(lanes)]
-                with k.loop(of_keys.count) as i, k.loop(lanes) as key:
-                    row = (head * tiles + of_keys.first + i) * lanes + key
-                    value = k.vector(v, row * h.padded_dim + column)
-                    for t, s in enumerate(sums):
-                        k.store(s, 0, k.vector(s, 0) + value * k.load(scores, at(i, t) + key))
+                sums = own_scores.sums(v, head * tiles, h.padded_dim, column)
                 for t, s in enumerate(sums):
                     result = k.vector(s, 0) * k.load(inverses, t)
                     to = (tile * lanes + t) * h.width + head * dim + column

@@ -15,7 +15,7 @@ counter. x86 orders these by itself, except a store before a later load; Arm doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 
@@ -59,86 +59,127 @@ def thread_program(n_threads: int) -> UOp:
         UOp.param(i, dtypes.uint64, (n,), volatile=True)
         for i, n in enumerate(memory_sizes(n_threads).values())
     ]
-    calls, queue, asleep, semaphores, functions = memory
     # The range includes n_threads: tinygrad makes no argument of a variable that has only one value.
     number = UOp.param(
         len(memory), dtypes.int, (), vmin_vmax=(0, n_threads), name="core", addrspace=AddrSpace.ALU
     )
     thread = number.cast(dtypes.uint64)
     s = _SequentialProgram()
-    call, part_number, job_end, polls = (s.variable() for _ in range(4))
-    s.store(call, 0, 0)
+    pool = _Pool(s, memory)
+    with s.times(thread.eq(0).where(_word(1), _word(0))):
+        pool.start_job(n_threads)
+    with s.repeat() as next_part:
+        pool.wait_for_parts(thread)
+        pool.take_part()
+        pool.run_part()
+        pool.count_part(n_threads)
+        next_part(thread.ne(0) | pool.is_job_left())
+    return s.last
+
+
+class _Pool:
+    """What a thread does with the memory that it shares with others, in a program `s`. It has taken `part_number`, of
+    the job that ends at `job_end`, or looks at it; `call` is the call that the part belongs to."""
 
     # Values from before a loop are loaded again inside it: tinygrad may move their expressions into the loop.
-    def call_if(condition: UOp, function: int, *arguments: UOp) -> None:
-        address = s.load(functions, function)
-        s.call(condition.where(address, s.load(functions, NOTHING)), *arguments)
 
-    def of_call(word: int) -> UOp:
-        return s.load(calls, s.load(call) * CALL_WORDS + word)
+    def __init__(self, s: _SequentialProgram, memory: Sequence[UOp]) -> None:
+        self._s = s
+        self._calls, self._queue, self._asleep, self._semaphores, self._functions = memory
+        self._call, self._part_number, self._job_end, self._polls = (s.variable() for _ in range(4))
+        s.store(self._call, 0, 0)
 
-    def find_call(next_word: UOp) -> None:
-        """Sets `part_number` and `job_end` from the queue's word, and `call` to the call that the part belongs to."""
-        s.store(part_number, 0, next_word & (2**32 - 1))
-        s.store(job_end, 0, next_word // 2**32)
-        with s.repeat() as again:
-            before = s.keep(s.load(part_number) < of_call(FIRST_PART))
-            s.store(call, 0, s.load(call) - before.cast(dtypes.uint64))
-            again(before)
-        with s.repeat() as again:
-            beyond = s.keep((of_call(FIRST_PART) + of_call(N_PARTS) <= s.load(part_number)) & is_in_job())
-            s.store(call, 0, s.load(call) + beyond.cast(dtypes.uint64))
-            again(beyond)
-
-    def is_in_job() -> UOp:
-        return s.load(part_number) < s.load(job_end)
-
-    def wake(n: UOp | int) -> None:
-        """Wakes the sleepers among the first n threads."""
-        with s.times(_word(n)) as other:
-            # One atomic exchange reads and clears the flag: a thread that sets it in between is not overlooked.
-            slept = s.exchange(asleep, other * LINE, 0).ne(0)
-            call_if(slept, SEM_POST, semaphores.index(other * LINE))
-
-    with s.times(thread.eq(0).where(_word(1), _word(0))):
+    def start_job(self, n_threads: int) -> None:
+        s, queue = self._s, self._queue
         s.store(queue, FINISHED, s.load(queue, JOB_FIRST))
         s.fence()
         s.store(queue, NEXT, s.load(queue, JOB_END) * 2**32 + s.load(queue, JOB_FIRST))
         s.fence()
-        wake(n_threads)
-    with s.repeat() as next_part:
-        s.store(polls, 0, 0)
+        self._wake(n_threads)
+
+    def wait_for_parts(self, thread: UOp) -> None:
+        """Polls and then sleeps until a part may start, or the job of thread 0 is done."""
+        s, queue = self._s, self._queue
+        s.store(self._polls, 0, 0)
         with s.repeat() as poll_again:
-            sleepy = s.keep(_word(MAX_POLLS) <= s.load(polls))
-            s.store(polls, 0, s.load(polls) + 1)
-            s.store(asleep, thread * LINE, sleepy.cast(dtypes.uint64))
+            sleepy = s.keep(_word(MAX_POLLS) <= s.load(self._polls))
+            s.store(self._polls, 0, s.load(self._polls) + 1)
+            s.store(self._asleep, thread * LINE, sleepy.cast(dtypes.uint64))
             s.fence()
-            find_call(s.load(queue, NEXT))
+            self._find_call(s.load(queue, NEXT))
             finished = s.load(queue, FINISHED)
             leave = thread.eq(0) & (s.load(queue, JOB_END) <= finished)
-            stay = s.keep(((is_in_job() & (of_call(GROUP_START) <= finished)) | leave).ne(True))
-            call_if(stay & sleepy, SEM_WAIT, semaphores.index(thread * LINE))
+            stay = s.keep(((self._is_in_job() & (self._of_call(GROUP_START) <= finished)) | leave).ne(True))
+            self._call_if(stay & sleepy, SEM_WAIT, self._semaphores.index(thread * LINE))
             poll_again(stay)
-        s.store(asleep, thread * LINE, 0)
-        find_call(s.fetch_add(queue, NEXT, 1))
-        with s.repeat() as wait:  # briefly: other threads may have taken the parts that were free to start
-            early = s.keep((s.load(queue, FINISHED) < of_call(GROUP_START)) & is_in_job())
-            call_if(early, SCHED_YIELD)
+        s.store(self._asleep, thread * LINE, 0)
+
+    def take_part(self) -> None:
+        """Takes the next part. Others may have taken those that were free to start: then it waits, but briefly."""
+        s = self._s
+        self._find_call(s.fetch_add(self._queue, NEXT, 1))
+        with s.repeat() as wait:
+            before_group = s.load(self._queue, FINISHED) < self._of_call(GROUP_START)
+            early = s.keep(before_group & self._is_in_job())
+            self._call_if(early, SCHED_YIELD)
             wait(early)
         s.fence()
-        part, parts = s.load(part_number) - of_call(FIRST_PART), of_call(N_PARTS)
-        first_word = s.keep(s.load(call) * CALL_WORDS)
-        buffers = [calls.index(first_word + word).load() for word in range(BUFFERS, CALL_WORDS)]
-        s.call(is_in_job().where(of_call(ADDRESS), s.load(functions, NOTHING)), part, parts, *buffers)
+
+    def run_part(self) -> None:
+        s = self._s
+        part, parts = s.load(self._part_number) - self._of_call(FIRST_PART), self._of_call(N_PARTS)
+        first_word = s.keep(s.load(self._call) * CALL_WORDS)
+        buffers = [self._calls.index(first_word + word).load() for word in range(BUFFERS, CALL_WORDS)]
+        is_in_job, kernel = self._is_in_job(), self._of_call(ADDRESS)
+        s.call(is_in_job.where(kernel, s.load(self._functions, NOTHING)), part, parts, *buffers)
         s.fence()
-        finished = s.fetch_add(queue, FINISHED, is_in_job().cast(dtypes.uint64)) + 1
+
+    def count_part(self, n_threads: int) -> None:
+        """Counts the part as finished, and wakes the others if they wait for it."""
+        s = self._s
+        finished = s.fetch_add(self._queue, FINISHED, self._is_in_job().cast(dtypes.uint64)) + 1
         s.fence()
         # The job's end counts too: a job that ends inside a group (a kernel that is timed alone) ends before its group,
         # and thread 0 may be asleep.
-        is_last = finished.eq(of_call(GROUP_END)) | finished.eq(s.load(job_end))
-        wake((is_last & is_in_job()).where(_word(n_threads), _word(0)))
-        next_part(thread.ne(0) | (s.load(queue, FINISHED) < s.load(queue, JOB_END)))
-    return s.last
+        is_last = finished.eq(self._of_call(GROUP_END)) | finished.eq(s.load(self._job_end))
+        self._wake((is_last & self._is_in_job()).where(_word(n_threads), _word(0)))
+
+    def is_job_left(self) -> UOp:
+        """Whether parts of the job are not finished."""
+        return self._s.load(self._queue, FINISHED) < self._s.load(self._queue, JOB_END)
+
+    def _call_if(self, condition: UOp, function: int, *arguments: UOp) -> None:
+        address = self._s.load(self._functions, function)
+        self._s.call(condition.where(address, self._s.load(self._functions, NOTHING)), *arguments)
+
+    def _of_call(self, word: int) -> UOp:
+        return self._s.load(self._calls, self._s.load(self._call) * CALL_WORDS + word)
+
+    def _find_call(self, next_word: UOp) -> None:
+        """Sets `part_number` and `job_end` from the queue's word, and `call` to the call that the part belongs to."""
+        s, call, of_call = self._s, self._call, self._of_call
+        s.store(self._part_number, 0, next_word & (2**32 - 1))
+        s.store(self._job_end, 0, next_word // 2**32)
+        with s.repeat() as again:
+            before = s.keep(s.load(self._part_number) < of_call(FIRST_PART))
+            s.store(call, 0, s.load(call) - before.cast(dtypes.uint64))
+            again(before)
+        with s.repeat() as again:
+            is_behind = of_call(FIRST_PART) + of_call(N_PARTS) <= s.load(self._part_number)
+            beyond = s.keep(is_behind & self._is_in_job())
+            s.store(call, 0, s.load(call) + beyond.cast(dtypes.uint64))
+            again(beyond)
+
+    def _is_in_job(self) -> UOp:
+        return self._s.load(self._part_number) < self._s.load(self._job_end)
+
+    def _wake(self, n: UOp | int) -> None:
+        """Wakes the sleepers among the first n threads."""
+        s = self._s
+        with s.times(_word(n)) as other:
+            # One atomic exchange reads and clears the flag: a thread that sets it in between is not overlooked.
+            slept = s.exchange(self._asleep, other * LINE, 0).ne(0)
+            self._call_if(slept, SEM_POST, self._semaphores.index(other * LINE))
 
 
 def nothing() -> UOp:

@@ -2,8 +2,8 @@
 together, and for short prompts.
 
 The weights are read once for all tokens, and their bytes are what the time goes to. The matrix is the left operand of
-mma.m16n8k16 (see `matmul`), and the tokens are the eight columns of the right one: so 2 to 8 tokens
-cost no more than one tile, 9 to 16 take two, 17 to 32 four, and 33 to 64 eight.
+mma.m16n8k16 (see `matmul`), and the tokens are the eight columns of the right one: so 2 to 8 tokens cost no more than
+one tile, 9 to 16 take two, 17 to 32 four, and 33 to 64 eight.
 
 A warp works on 16 rows and four units at a time. Thread 4g + t has unit t of rows g and g + 8, so that the threads of a
 row load neighbouring 16 bytes, and the scales of a thread's weights are those of one unit. Sixteen instructions take
@@ -21,6 +21,7 @@ converted two at a time (`half_pairs`).
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -95,10 +96,9 @@ def small_batch_tiles(
     layout: WeightLayout, tokens: int, rows: int, cols: int, chip: Chip, divided: bool = False
 ) -> SmallBatchTiles:
     """Tiles for a matrix of any shape, as was fastest on an H200. For more than 16 tokens there is a block for every 32
-    rows. If these are few blocks, the columns are `divided` among more, if the
-    product may leave several sums, or else there are blocks of 16 rows. For fewer tokens, and for small matrices, the
-    columns are divided where that takes least time by an estimate (`_cost`). The fewer blocks there are, the more warps
-    share the columns of each."""
+    rows. If these are few blocks, the columns are `divided` among more, if the product may leave several sums, or else
+    there are blocks of 16 rows. For fewer tokens, and for small matrices, the columns are divided where that takes
+    least time by an estimate (`_cost`). The fewer blocks there are, the more warps share the columns of each."""
     columns, steps = -(-tokens // _TILE), steps_of(cols)
     blocks, full = -(-rows // (2 * _ROWS)), 2 * chip.multiprocessors
     if divided and (columns <= 2 or blocks * (steps // _PARTS) < chip.multiprocessors):
@@ -322,6 +322,48 @@ def sums_of_parts(
     return total
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a matrix of a thread, `places`, of which it reads every fourth unit, from the `thread`-th on, and if
+    there are several `slices`, a part of each quarter of it at a time. `end`: the number of the matrix's rows, if a
+    place may be beyond; else 0."""
+
+    layout: WeightLayout
+    planes: Sequence[UOp]
+    units: int
+    end: int
+    places: Sequence[UOp]
+    thread: UOp
+    slices: int
+
+    @property
+    def _quarters(self) -> int:
+        """Of a slice."""
+        return UNIT // QUARTER // self.slices
+
+    def fetch(self, step: UOp, nth: UOp) -> list[list[UOp]]:
+        """The weights of a step, of each row, and if it has slices, of each quarter of the nth."""
+        unit = step * _ABREAST + self.thread
+        if self.units % _ABREAST:  # a thread beyond the row multiplies some weights by zeros
+            unit = unit.minimum(self.units - 1)
+        found = []
+        for place in self.places:
+            row = place.minimum(self.end - 1) if self.end else place
+            if self.slices == 1:
+                found.append(self.layout.load_words(self.planes, row, self.units, unit))
+            for i in range(self._quarters if self.slices > 1 else 0):
+                quarter = nth * self._quarters + i
+                found.append(self.layout.load_quarter(self.planes, row, self.units, unit, quarter))
+        return found
+
+    def pairs(self, loaded: Sequence[list[UOp]], number: int, nth: UOp) -> list[Pair]:
+        """The weights of a row, from what was fetched."""
+        if self.slices == 1:
+            return unit_pairs(self.layout.unit_of(loaded[number]))
+        parts = enumerate(loaded[number * self._quarters :][: self._quarters])
+        return [pair for i, q in parts for pair in quarter_pairs(self.layout, q, nth * self._quarters + i)]
+
+
 @functools.cache
 def small_batch_product(
     layout: WeightLayout,
@@ -343,7 +385,7 @@ def small_batch_product(
         and (steps > tiles.parts * tiles.splits or tiles.slices > 1)
         and (tiles.slices > 1 or (layout.format is not None and columns <= 4))
     )
-    slices, quarters = tiles.slices, UNIT // QUARTER // tiles.slices
+    slices = tiles.slices
     runs_a_step = UNIT // _RUN // slices
     n_acc = tiles.rows * columns * 4
 
@@ -364,34 +406,13 @@ def small_batch_product(
             """The step of four units at a turn of the loop, and which slice of it."""
             return (turn // slices * turns + own, turn % slices) if slices > 1 else (turn * turns + own, turn)
 
-        def fetch(step: UOp, nth: UOp) -> list[list[UOp]]:
-            """This thread's weights of a step, of each row of each tile, and if it has slices of each quarter."""
-            unit = step * _ABREAST + t
-            if units % _ABREAST:  # a thread beyond the row multiplies some weights by zeros
-                unit = unit.minimum(units - 1)
-            found = []
-            for r in range(tiles.rows):
-                for side in (0, 1):
-                    row = first + (across * tiles.rows + r) * _ROWS + side * 8 + g
-                    if rows % tiles.width:
-                        row = row.minimum(rows - 1)
-                    if slices == 1:
-                        found.append(layout.load_words(planes, row, units, unit))
-                    for i in range(quarters if slices > 1 else 0):
-                        found.append(layout.load_quarter(planes, row, units, unit, nth * quarters + i))
-            return found
-
-        def pairs_of(loaded: list[list[UOp]], side: int) -> list[Pair]:
-            """Those of a row."""
-            if slices == 1:
-                return unit_pairs(layout.unit_of(loaded[side]))
-            parts = enumerate(loaded[side * quarters :][:quarters])
-            return [pair for i, q in parts for pair in quarter_pairs(layout, q, nth * quarters + i)]
-
+        of_tiles = itertools.product(range(tiles.rows), (0, 1))
+        places = [first + (across * tiles.rows + r) * _ROWS + side * 8 + g for r, side in of_tiles]
+        own_rows = _Rows(layout, planes, units, rows if rows % tiles.width else 0, places, t, slices)
         step, nth = place_of(loop)
         sums = load_run(acc.after(loop) if loops else acc, 0, n_acc)
-        ahead = LoadedAhead(fetch(own, UOp.const(0)), slot=3) if loads_ahead else None
-        loaded = ahead.of(loop) if ahead else fetch(step, nth)
+        ahead = LoadedAhead(own_rows.fetch(own, UOp.const(0)), slot=3) if loads_ahead else None
+        loaded = ahead.of(loop) if ahead else own_rows.fetch(step, nth)
         rights = []
         for c in range(columns):
             runs = [(c * steps + step) * (UNIT // _RUN) + i for i in range(runs_a_step)]
@@ -399,12 +420,12 @@ def small_batch_product(
                 runs = [run + nth * runs_a_step for run in runs]
             rights.append([v for run in runs for v in load_run(x, (run * 32 + lane) * _RUN, _RUN)])
         for r in range(tiles.rows):
-            sides = [pairs_of(loaded, side) for side in (2 * r, 2 * r + 1)]
+            sides = [own_rows.pairs(loaded, side, nth) for side in (2 * r, 2 * r + 1)]
             multiply(sums, r, sides, rights)
         so_far = UOp.group(*store_run(acc, 0, sums))
         if ahead:
             following, following_slice = place_of(loop + 1)
-            so_far = ahead.keep(fetch(following.minimum(steps - 1), following_slice), so_far)
+            so_far = ahead.keep(own_rows.fetch(following.minimum(steps - 1), following_slice), so_far)
         acc = acc.after(so_far.end(loop) if loops else so_far)
         total = sums_of_parts(acc, tiles, columns, part, across, lane)
         thread = (part * tiles.across + across) * 32 + lane

@@ -197,6 +197,71 @@ def convolve_prompt(of: MambaHeads, runs: Runs) -> Kernel:
     return Kernel(kernel, ("channels",), ("memory", ("sums", len(runs.sizes)), "prompt", "conv", "conv_bias"))
 
 
+_Loads = list[tuple[UOp, UOp, UOp | None]]
+"""Values that a thread has loaded: the place of each in shared memory, and whether there is one (None: always)."""
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Groups of `n` tokens of a piece, of which the threads of a `head` and a `part` of its columns have what they need
+    in shared memory: B, C and x of all tokens, and then dt and the decay of each. A thread has a `column`."""
+
+    of: MambaHeads
+    runs: Runs
+    n: int
+    piece: Piece
+    head: UOp
+    part: UOp
+    column: UOp
+
+    @property
+    def _firsts(self) -> tuple[int, int, int, int]:
+        """Where B, C, x, and dt and decay begin."""
+        own, n = self.of.of_thread, self.n
+        return 0, n * own, 2 * n * own, 2 * n * own + n * self.of.dim
+
+    @property
+    def span(self) -> int:
+        """Elements of a group."""
+        return self._firsts[-1] + 2 * self.n
+
+    def loads(self, channels: UOp, sums: Sequence[UOp], step_bias: UOp, decay: UOp, group: UOp) -> _Loads:
+        """This thread's part of a group."""
+        h, n, piece, column, tokens = self.of, self.n, self.piece, self.column, self.runs.tokens
+        own, dim, of_b = h.of_thread, h.dim, h.b_at(self.head) + self.part * h.of_thread
+        # Elements, and first channel
+        runs_of = ((own, of_b), (own, of_b + h.groups * h.size), (dim, self.head * dim))
+        loads: _Loads = []
+        for first, (n_elements, channel) in zip(self._firsts, runs_of, strict=False):
+            n_items = n * n_elements
+            run = 4 if n_elements % 4 == 0 and n_items >= dim * 4 else 1
+            for begin in range(0, n_items, dim * run):
+                item = begin + column * run
+                ok = None if begin + dim * run <= n_items else item < n_items
+                t = group * n + item // n_elements
+                live = t < piece.count if ok is None else (t < piece.count) & ok
+                from_ = (piece.first + t).minimum(tokens - 1) * h.channels + channel + item % n_elements
+                loads += [(first + item + k, load(channels, from_ + k, live), ok) for k in range(run)]
+        is_token, t = column < n, group * n + column
+        at, live = (piece.first + t).minimum(tokens - 1), is_token & (t < piece.count)
+        given = self.runs.load(sums, None, at, h.width + h.channels + self.head, live)
+        dt = live.where(softplus(given + load(step_bias, self.head)), f32(0))
+        place = self._firsts[-1] + column * 2
+        return [*loads, (place, dt, is_token), (place + 1, _exp(load(decay, self.head) * dt), is_token)]
+
+    def put(self, array: UOp, half: UOp, loads: _Loads) -> UOp:
+        """Stores what was loaded to a half of the memory."""
+        return UOp.group(*(store(array, half * self.span + place, value, ok) for place, value, ok in loads))
+
+    def token(self, array: UOp, start: UOp, number: UOp) -> tuple[list[UOp], list[UOp], UOp, UOp, UOp]:
+        """B, C, x, dt and the decay of a token of the group that begins at `start`."""
+        own, firsts = self.of.of_thread, self._firsts
+        b, c = (load_run(array, start + first + number * own, own) for first in firsts[:2])
+        x = load(array, start + firsts[2] + number * self.of.dim + self.column)
+        dt, factor = load_run(array, start + firsts[3] + number * 2, 2)
+        return b, c, x, dt, factor
+
+
 @functools.cache
 def scan_prompt(of: MambaHeads, runs: Runs, several: bool, checks: bool) -> Kernel:
     """The state over the piece that begins at the first row, or over `several`. If it `checks`, each of its tokens
@@ -210,8 +275,6 @@ def scan_prompt(of: MambaHeads, runs: Runs, several: bool, checks: bool) -> Kern
     h, dim, own, tokens, n = of, of.dim, of.of_thread, runs.tokens, 1 if checks else _GROUP
     units = -(-tokens // PIECE_ROWS) if several else 1
     assert not checks or h.slots > tokens
-    firsts = 0, n * own, 2 * n * own, 2 * n * own + n * dim  # of B, C, x, and the tokens' dt and decay
-    span = firsts[-1] + 2 * n
 
     def kernel(
         products: UOp, memory: UOp, channels: UOp, sums: Sequence[UOp], prompt: UOp, decay: UOp, step_bias: UOp,
@@ -227,49 +290,22 @@ def scan_prompt(of: MambaHeads, runs: Runs, several: bool, checks: bool) -> Kern
         places = [(head * h.size + part * own + i) * dim + column for i in range(own)]
         state = registers(own, 0)
         start = store_run(state, 0, [load(memory, before + p, position > 0) for p in places])
-        of_b = h.b_at(head) + part * own
-        # Elements, and first channel
-        runs_of = ((own, of_b), (own, of_b + h.groups * h.size), (dim, head * dim))
-
-        def group_loads(group: UOp) -> list[tuple[UOp, UOp, UOp | None]]:
-            """This thread's part of a group: (place in shared memory, value, whether there is one)."""
-            loads: list[tuple[UOp, UOp, UOp | None]] = []
-            for first, (n_elements, channel) in zip(firsts, runs_of, strict=False):
-                n_items = n * n_elements
-                run = 4 if n_elements % 4 == 0 and n_items >= dim * 4 else 1
-                for begin in range(0, n_items, dim * run):
-                    item = begin + column * run
-                    ok = None if begin + dim * run <= n_items else item < n_items
-                    t = group * n + item // n_elements
-                    live = t < piece.count if ok is None else (t < piece.count) & ok
-                    from_ = (piece.first + t).minimum(tokens - 1) * h.channels + channel + item % n_elements
-                    loads += [(first + item + k, load(channels, from_ + k, live), ok) for k in range(run)]
-            is_token, t = column < n, group * n + column
-            at, live = (piece.first + t).minimum(tokens - 1), is_token & (t < piece.count)
-            given = runs.load(sums, None, at, h.width + h.channels + head, live)
-            dt = live.where(softplus(given + load(step_bias, head)), f32(0))
-            place = firsts[-1] + column * 2
-            return [*loads, (place, dt, is_token), (place + 1, _exp(load(decay, head) * dt), is_token)]
-
-        def put(array: UOp, half: UOp, loads: Sequence[tuple[UOp, UOp, UOp | None]]) -> UOp:
-            return UOp.group(*(store(array, half * span + place, value, ok) for place, value, ok in loads))
-
-        array = shared(2 * span, 0)
-        ready = UOp.group(put(array, UOp.const(0), group_loads(UOp.const(0))), *start)
+        groups = _Groups(h, runs, n, piece, head, part, column)
+        loads_of = functools.partial(groups.loads, channels, sums, step_bias, decay)
+        array = shared(2 * groups.span, 0)
+        ready = UOp.group(groups.put(array, UOp.const(0), loads_of(UOp.const(0))), *start)
         array, state = array.after(ready), state.after(ready)
         skip_of = part.eq(0).where(load(skip, head), f32(0))
 
         group = UOp.range((piece.count + (n - 1)) // n, 0, AxisType.LOOP)
-        following, half = group_loads(group + 1), group % 2 * span
+        following, half = loads_of(group + 1), group % 2 * groups.span
         places_of, values_of, conditions = zip(*following, strict=True)
         loaded = registers(len(following), 1)  # else the compiler loads these after the loop below
         loaded = loaded.after(group, UOp.group(*store_run(loaded.after(group), 0, values_of)))
         # Unrolled, all its loads would come first, and fill the registers.
         of_group = UOp.range(n, 1, AxisType.LOOP)
         held, t = array.after(loaded, of_group), group * n + of_group
-        b, c = (load_run(held, half + first + of_group * own, own) for first in firsts[:2])
-        x = load(held, half + firsts[2] + of_group * dim + column)
-        dt, factor = load_run(held, half + firsts[3] + of_group * 2, 2)
+        b, c, x, dt, factor = groups.token(held, half, of_group)
         added, old = dt * x, load_run(state.after(group, of_group), 0, own)
         new = [s * factor + w * added for s, w in zip(old, b, strict=True)]
         chains = [[s * w for s, w in zip(new, c, strict=True)][i::4] for i in range(min(4, own))]
@@ -283,7 +319,7 @@ def scan_prompt(of: MambaHeads, runs: Runs, several: bool, checks: bool) -> Kern
         following = [
             *zip(places_of, load_run(loaded.after(scanned), 0, len(following)), conditions, strict=True)
         ]
-        results = [done := UOp.group(scanned, put(array, (group + 1) % 2, following)).end(group)]
+        results = [done := UOp.group(scanned, groups.put(array, (group + 1) % 2, following)).end(group)]
         if not checks:
             final, has_tokens = load_run(state.after(done), 0, own), piece.count > 0
             results = [store(memory, after + p, s, has_tokens) for p, s in zip(places, final, strict=True)]
