@@ -370,8 +370,7 @@ def resized_table(table: Floats, side: int, count: int) -> Floats:
     return out
 
 
-def _cubic(apart: Shares, a: float) -> Shares:
-    """The cubic convolution of distances, with PyTorch's `a`."""
-    x = apart
+def _cubic(x: Shares, a: float) -> Shares:
+    """The cubic convolution of distances `x`, with PyTorch's `a`."""
     near, far = ((a + 2) * x - (a + 3)) * x * x + 1, ((x - 5) * x + 8) * x * a - 4 * a
     return np.where(x <= 1, near, np.where(x < 2, far, 0))

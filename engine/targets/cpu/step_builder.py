@@ -41,10 +41,9 @@ class Tiles:
 
 class StepBuilder:
     """`x`: the residual stream. `mixed`: the result of the sublayer at hand, if it is normed before it is added.
-    `streams`: those beside it, and what a layer predicted of `x` (`kernels.streams`).
-    `state`: the buffer that says how many tokens there are, if kernels read it. `parts`: of kernels whose threads share
-    the tokens. `of_layers`: of the embeddings of layers the products, the weight of their norm, and the rows of the
-    table."""
+    `streams`: those beside it, and what a layer predicted of `x` (`kernels.streams`). `state`: the buffer that says how
+    many tokens there are, if kernels read it. `parts`: of kernels whose threads share the tokens. `of_layers`: of the
+    embeddings of layers the products, the weight of their norm, and the rows of the table."""
 
     def __init__(self, buffers: StepBuffers, tile: int, n_rows: int) -> None:
         """`n_rows`: of a decode step; 0 in prefill."""

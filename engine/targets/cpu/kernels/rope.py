@@ -25,19 +25,18 @@ class HeadLanes:
     each. Scores are multiplied by `scale`, and capped by `softcap` if that is not 0. `query_norm` and `key_norm`:
     whether these are RMS-normed, with `norm_eps`. `norms_over_heads`: over all heads together. If it `rotates_first`,
     the weights of the norms are of rotated elements. `temperature`: whether queries are multiplied by a factor of their
-    position. `sinks`: each query head has a score that joins those of the
-    keys, unscaled, and whose value is zero. `stored`: without values of their own, the keys before norm and rotation
-    are the values; with nothing, the cache is that of another layer. `value_norm`: values are RMS-normed over a head.
-    If norms are `layer_norms`, they take the mean off a head, and each head has weights of its own. `limit`: what
-    queries, keys and values are cut to, 0 if they are not. `slopes`: what falls off the score of a query head by the
-    distance of the tokens is in a buffer. `turns_tokens`: the tables of angles are by the tokens of the step, not by
-    position. `ahead`: in prompts, a query sees up to so many tokens after its own; if it goes `both_ways`, with a
-    window no more than before its own.
+    position. `sinks`: each query head has a score that joins those of the keys, unscaled, and whose value is zero.
+    `stored`: without values of their own, the keys before norm and rotation are the values; with nothing, the cache is
+    that of another layer. `value_norm`: values are RMS-normed over a head. If norms are `layer_norms`, they take the
+    mean off a head, and each head has weights of its own. `limit`: what queries, keys and values are cut to, 0 if they
+    are not. `slopes`: what falls off the score of a query head by the distance of the tokens is in a buffer.
+    `turns_tokens`: the tables of angles are by the tokens of the step, not by position. `ahead`: in prompts, a query
+    sees up to so many tokens after its own; if it goes `both_ways`, with a window no more than before its own.
 
     With a `window`, a query at position p sees the keys from p - window + 1 to p; 0 is no window. If windows are
-    `chunked`, it sees those from the last multiple of the window on. The cache of a layer
-    is in blocks of `block` tokens, a multiple of `lanes`. Its rows, each of a head and a token, are (kv, blocks,
-    block): keys (rows / lanes, dim, lanes) and values (rows, dim) of type `dtype`. If this is int8, the format is q8_0
+    `chunked`, it sees those from the last multiple of the window on. The cache of a layer is in blocks of `block`
+    tokens, a multiple of `lanes`. Its rows, each of a head and a token, are (kv, blocks, block): keys (rows / lanes,
+    dim, lanes) and values (rows, dim) of type `dtype`. If this is int8, the format is q8_0
     (`engine.formats.kv_format`), and keys and values have scales as well, float16 (rows / lanes, dim / 32, lanes) each.
 
     Tables say what block holds each `block` tokens of a sequence, int32 (2 + sequences * entries,): the first two
@@ -113,10 +112,10 @@ def n_entries(k: KernelBuilder, tables: UOp) -> UOp:
 def rotate(heads: HeadLanes, tile: int) -> KernelFunction:
     """Norms and rotates queries and keys, and stores keys and values in the cache. Buffers: the queries, float32
     (tokens, query * dim), multiplied by `scale`; the layer's cache (`HeadLanes.cached`) and the tables of the
-    sequences, if it stores something; the state if tile is more than 1; the tokens'
-    places; the products' rows, float32 (tokens, heads.rows): queries, keys, values; cos and sin of the angles, float32
-    (positions, dim / 2) each, or (tokens, dim / 2); of the queries' norm and of the keys' the weights, float32 (dim,)
-    or of all heads, if there is one; the temperatures, float32 (positions,), if there are any."""
+    sequences, if it stores something; the state if tile is more than 1; the tokens' places; the products' rows, float32
+    (tokens, heads.rows): queries, keys, values; cos and sin of the angles, float32 (positions, dim / 2) each, or
+    (tokens, dim / 2); of the queries' norm and of the keys' the weights, float32 (dim,) or of all heads, if there is
+    one; the temperatures, float32 (positions,), if there are any."""
 
     def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
         return _Rotation(heads, tile, part, parts, buffers).build()

@@ -1,5 +1,4 @@
-"""Attention of patches on 16-bit integers, which CPUs with AVX-512 multiply at twice the rate
-of floats.
+"""Attention of patches on 16-bit integers, which CPUs with AVX-512 multiply at twice the rate of floats.
 
 Queries and keys are rounded with a scale for each of their rows, so that the sum of a score's products fits 32 bits.
 Values have a scale for each key, and this is a factor of the key's weight. The weights of a tile of keys then have a

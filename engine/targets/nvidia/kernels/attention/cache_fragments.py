@@ -107,8 +107,8 @@ class _HalfFragments(Fragments):
 
 
 class _QuantizedFragments(Fragments):
-    """q8_0 (`quantized_cache`). The scales of keys multiply the scores of their blocks, those of
-    values the weights of tokens."""
+    """q8_0 (`quantized_cache`). The scales of keys multiply the scores of their blocks, those of values the weights of
+    tokens."""
 
     def keys(self, step: UOp) -> Loads:
         h, (tile, ok) = self._block.heads, tile_of(self._block, step)

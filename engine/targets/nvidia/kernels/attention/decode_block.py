@@ -372,9 +372,8 @@ def combine(
     heads: Heads, splits: int, has_sinks: bool = False, tokens: int = 0, order: Order = "columns", out_row: int = 0,
 ) -> Kernel:  # fmt: skip
     """Combines the splits of decode attention. With several `tokens`, they are those from `out_row` on of the result.
-    Buffers: out, sums and tops (see
-    `DecodeBlock`); input_scale, the output's, float32 (UNIT,), if the step is not of several `tokens`; sinks, float32
-    (query,), if there are any; of gated heads, rows, those of the QKV product."""
+    Buffers: out, sums and tops (see `DecodeBlock`); input_scale, the output's, float32 (UNIT,), if the step is not of
+    several `tokens`; sinks, float32 (query,), if there are any; of gated heads, rows, those of the QKV product."""
     n, several = heads.query * heads.dim, max(tokens, 1)
 
     def kernel(

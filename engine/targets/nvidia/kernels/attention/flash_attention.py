@@ -4,10 +4,9 @@ Tensor cores multiply tiles of 16 rows. A block's query heads, at most eight, ro
 eight rows; the others are zeros. In the product with the values they are the same heads again, for the second of two
 neighbouring dimensions: so both of a word are used as they lie. A warp works on sixteen tokens at a time. The tokens
 are assigned to threads such that the thread that computes a token's score needs its weight as an operand of the product
-with the values (as in `attention_sums`), so scores stay in their thread. A warp keeps its own
-largest score: whenever it grows, the sums so far shrink. So warps meet only at the end. A large head does not fit into
-the registers of a warp: then several warps share the dimensions of their tokens, and add their parts of the scores
-through shared memory.
+with the values (as in `attention_sums`), so scores stay in their thread. A warp keeps its own largest score: whenever
+it grows, the sums so far shrink. So warps meet only at the end. A large head does not fit into the registers of a warp:
+then several warps share the dimensions of their tokens, and add their parts of the scores through shared memory.
 
 The cache is read once, straight to registers, sixteen bytes at a time. Loads are issued a round ahead of their use, and
 the first ones before everything else. In a step of one sequence that is before the QKV product has ended

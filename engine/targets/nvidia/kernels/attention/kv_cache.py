@@ -80,15 +80,15 @@ class Heads:
     multiple of 16. With a `window`, a query sees the last `window` tokens, its own included. `kv_format`: how the cache
     holds keys and values. With `normed_values`, values are RMS-normed over a head, with `norm_eps`. With `gates` of
     each head, one or as many as it has elements, the rows of the QKV product begin with them, and the result is
-    multiplied by their sigmoids, or by another function (`gating`).
-    If windows are `chunked`, a query sees the tokens from the last multiple of the window on. If heads are `sloped`, a
-    number of each, which is data, times the distance of two tokens is taken off their score. If norms are `centred`,
-    they take the mean off each head, and each head has weights of its own. With a `limit`, queries, keys and values are
-    cut to -limit to limit. If a token `is_stored`, another kernel has put its key and value into the cache before
-    attention begins. If they look `ahead`, a token of a prompt may see some after its own. With a `softcap`, scores are
-    softcap * tanh(scores / softcap). With `latent`, the result of a token in decode has only so many elements of each
-    head, a vector for each (`engine.targets.nvidia.kernels.latent_attention`): both halves of a head without their
-    first elements, which are rotated."""
+    multiplied by their sigmoids, or by another function (`gating`). If windows are `chunked`, a query sees the tokens
+    from the last multiple of the window on. If heads are `sloped`, a number of each, which is data, times the distance
+    of two tokens is taken off their score. If norms are `centred`, they take the mean off each head, and each head has
+    weights of its own. With a `limit`, queries, keys and values are cut to -limit to limit. If a token `is_stored`,
+    another kernel has put its key and value into the cache before attention begins. If they look `ahead`, a token of a
+    prompt may see some after its own. With a `softcap`, scores are softcap * tanh(scores / softcap). With `latent`, the
+    result of a token in decode has only so many elements of each head, a vector for each
+    (`engine.targets.nvidia.kernels.latent_attention`): both halves of a head without their first elements, which are
+    rotated."""
 
     query: int
     kv: int

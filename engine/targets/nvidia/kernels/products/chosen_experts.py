@@ -47,9 +47,9 @@ class ChosenExperts:
 
 
 class ExpertRows:
-    """The rows of the chosen experts' matrices in a kernel, whose buffers are those of
-    `matvec.matvec`. `rows`: of a matrix of an expert, and `all_rows` those of all its matrices. `thread` is the number
-    of the current one in its block of `n_threads`."""
+    """The rows of the chosen experts' matrices in a kernel, whose buffers are those of `matvec.matvec`. `rows`: of a
+    matrix of an expert, and `all_rows` those of all its matrices. `thread` is the number of the current one in its
+    block of `n_threads`."""
 
     def __init__(
         self,

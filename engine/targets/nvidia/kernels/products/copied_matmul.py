@@ -117,19 +117,20 @@ class _Tiles:
         return turn % self.tiles.buffers * self.tiles.step_halves
 
     def _left(self, turn: UOp, after: UOp) -> UOp:
+        target, source = at(self.array, self._place(turn)), at(self.weights, 0)
         barrier, ok = self.barrier(turn), self.asks & (turn < self.steps)
         expected = tensor_copies.expected(barrier, self.tiles.step_halves * 2, ok, after)
-        target, place = at(self.array, self._place(turn)), ((self.first + turn) * UNIT, self.row)
-        source = at(self.weights, 0)
-        return tensor_copies.asked(
-            target, at(self.maps, 0), source, place, barrier, ok, expected, in_pairs=True
-        )
+        operands = target, at(self.maps, 0), source, (self._column(turn), self.row), barrier, ok
+        return tensor_copies.asked(*operands, expected, in_pairs=True)
 
     def _right(self, turn: UOp, after: UOp) -> UOp:
+        target, source = at(self.array, self._place(turn) + self.tiles.width * UNIT), at(self.x, 0)
         barrier, ok = self.barrier(turn), self.asks & (turn < self.steps)
-        target = at(self.array, self._place(turn) + self.tiles.width * UNIT)
-        place = (self.first + turn) * UNIT, self.token
-        return tensor_copies.asked(target, at(self.maps, MAP_WORDS), at(self.x, 0), place, barrier, ok, after)
+        operands = target, at(self.maps, MAP_WORDS), source, (self._column(turn), self.token), barrier, ok
+        return tensor_copies.asked(*operands, after)
+
+    def _column(self, turn: UOp) -> UOp:
+        return (self.first + turn) * UNIT
 
 
 @functools.cache

@@ -135,8 +135,7 @@ def stored(has_bias: bool = False, limit: float = 0.0) -> Epilogue:
 STORE_BIASED = stored(has_bias=True)
 
 STORE_SQUARES = Epilogue(("out", "squares"), (), 1, _store_squares)
-"""As STORE, for `post_norm`. outs: out, float32 (rows,); squares, partial sums of them, float32
-(blocks,)."""
+"""As STORE, for `post_norm`. outs: out, float32 (rows,); squares, partial sums of them, float32 (blocks,)."""
 
 
 @functools.cache
@@ -306,9 +305,8 @@ def activate(
     n: int, activation: Activation = "silu", slots: int = 1, first: int = 0, sparsity: float = 0.0
 ) -> Kernel:
     """activation(gate) * up, if the two are separate matrices. With a `sparsity`, only the largest gates count, which
-    each block finds by itself. Buffers: out, permuted and scaled, of experts (slots,
-    permuted_size(n)); rows, from `first` on gate and then up, float32 (slots, 2 * n); input_scale, float32
-    (UNIT,)."""
+    each block finds by itself. Buffers: out, permuted and scaled, of experts (slots, permuted_size(n)); rows, from
+    `first` on gate and then up, float32 (slots, 2 * n); input_scale, float32 (UNIT,)."""
     threads = 256
 
     def kernel(out: UOp, rows: UOp, input_scale: UOp) -> UOp:

@@ -102,8 +102,8 @@ class Tiles:
 @dataclass(frozen=True)
 class ExpertTiles:
     """The assignments of `tokens` tokens to `used` of `n` experts each, sorted by expert (see
-    `prefill_experts`): numbers token * used + slot, in tiles of `tile`, a multiple of 16. A tile is
-    of one expert; -1 fills the rest of the last tile of each."""
+    `prefill_experts`): numbers token * used + slot, in tiles of `tile`, a multiple of 16. A tile is of one expert; -1
+    fills the rest of the last tile of each."""
 
     tokens: int
     used: int

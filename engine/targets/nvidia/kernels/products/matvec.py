@@ -9,8 +9,8 @@ Prologue: the RMS norm of the vector. The kernel that produced the vector has pe
 norm's weight and the input_scale (`permuted`, `input_scale`). Only one factor is left, which follows from partial sums
 of squares that the producer also stored.
 
-Epilogue: what the kernel does with the rows of a block: `STORE`, `STORE_SQUARES`, `add_residual`,
-`activated`, `EMBED`, `as_logits`.
+Epilogue: what the kernel does with the rows of a block: `STORE`, `STORE_SQUARES`, `add_residual`, `activated`, `EMBED`,
+`as_logits`.
 
 In a mixture of experts (`ChosenExperts`) a product has the matrices of all experts, and reads those of the chosen ones.
 """
@@ -82,9 +82,9 @@ def matvec(
     are added, these are read, and x is (used, permuted_size(cols)), not normed. Else they are written, and counts, how
     often each expert was chosen, int32 (n,); router is its logits, float32 (n,); choice_bias, float32 (n,), is that of
     the choice (`Scores`), and the experts have scales, float32 (n,), if they are scaled. biases, float32 (n, rows), are
-    of all experts. Results that are not added need an epilogue that stores them by slot. With a
-    shared expert, shared_x is its vector, and if that is gated, router the logits of `routed`, of which the last is its
-    gate's; its planes follow those of the experts.
+    of all experts. Results that are not added need an epilogue that stores them by slot. With a shared expert, shared_x
+    is its vector, and if that is gated, router the logits of `routed`, of which the last is its gate's; its planes
+    follow those of the experts.
 
     If the stack takes its vector in digits (`digit_rows`), x are these, and their factors. The kernel also `divides`
     another vector of as many columns, scaled for that layout, for a product to come: other; other_digits and

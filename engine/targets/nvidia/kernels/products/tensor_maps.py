@@ -16,13 +16,12 @@ from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT, units_of
 
 MAP_WORDS = 32
 _ALIGNMENT = 64  # bytes
-_FLOAT16, _NOT_INTERLEAVED, _SWIZZLED, _PROMOTED, _ZEROS = (
-    6,
-    0,
-    3,
-    2,
-    0,
-)  # of cuda.h; rows of 128 bytes both times
+# CU_TENSOR_MAP_… in cuda.h
+_FLOAT16 = 6
+_NOT_INTERLEAVED = 0
+_SWIZZLED = 3  # rows of 128 bytes
+_PROMOTED = 2  # the same
+_ZEROS = 0
 
 
 def described(address: int, sizes: Sequence[int], strides: Sequence[int], tile: Sequence[int]) -> bytes:

@@ -118,8 +118,8 @@ class ConvolvedMemory(StateMemory):
 @functools.cache
 def keep_inputs(of: ConvolvedMemory, runs: Runs, several: bool, checks: bool) -> Kernel:
     """Stores the state after the piece that begins at the first row, or after `several`. If it `checks`, the piece is
-    the rows of a check, and each leaves a state. Buffers: memory; sums, those of each run of
-    the product with the input; prompt, the step's state (`pieces`)."""
+    the rows of a check, and each leaves a state. Buffers: memory; sums, those of each run of the product with the
+    input; prompt, the step's state (`pieces`)."""
     tokens = runs.tokens
     units = -(-tokens // PIECE_ROWS) if several else 1
     assert not checks or of.slots > tokens

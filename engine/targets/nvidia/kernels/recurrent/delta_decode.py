@@ -1,9 +1,9 @@
 """A gated delta net of one new token in decode: convolution, state, norm and gate in one kernel.
 
 A block has a value head, or one of `parts` equal parts of the columns of its state; then the next product norms the
-results (`delta_net.HeadNorm`). Each thread has the elements of some keys and four columns in
-registers; they are loaded before everything else. What the keys give is added up in shared memory once, for both
-products with the state: the new state is decay * S + k d, so its product with q is decay * S q + (k q) d.
+results (`delta_net.HeadNorm`). Each thread has the elements of some keys and four columns in registers; they are loaded
+before everything else. What the keys give is added up in shared memory once, for both products with the state: the new
+state is decay * S + k d, so its product with q is decay * S q + (k q) d.
 """
 
 from __future__ import annotations
@@ -159,10 +159,10 @@ def delta_decode(
     heads: DeltaHeads, tokens: int, parts: int = 1, order: Order = "columns", out_row: int = 0
 ) -> Kernel:
     """A delta net without its products, for one token, or for those of `tokens` sequences. Buffers: out, for one token
-    float32, permuted and scaled for the next product, else its activations, float16 in an
-    `order`, from `out_row` on; with several `parts`, for one token, it is not normed, and squares are partial
-    sums of its squares, float32 (value, parts); memory, float32 (memory_size,); rows, the product with the input,
-    float32 (rows,), for each token: channels, gate, beta, alpha; conv, the convolution's weights, float32 (channels,
+    float32, permuted and scaled for the next product, else its activations, float16 in an `order`, from `out_row` on;
+    with several `parts`, for one token, it is not normed, and squares are partial sums of its squares, float32 (value,
+    parts); memory, float32 (memory_size,); rows, the product with the input, float32 (rows,), for each token: channels,
+    gate, beta, alpha; conv, the convolution's weights, float32 (channels,
     taps); decay and decay_bias, float32 (value,) each; norm, its weight, float32 (size,); state, that of the step:
     int32 (2,), token and position, with room for several sequences (3,) with the sequence, of several tokens (4,
     tokens): tokens, positions, sequences, and whether there is a token; for one token input_scale, the result's,

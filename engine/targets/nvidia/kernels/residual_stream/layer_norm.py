@@ -35,9 +35,8 @@ from engine.targets.nvidia.kernels.weights.weight_layout import permuted
 @functools.cache
 def layer_norm(n: int, biased: tuple[bool, ...], eps: float, permutes: bool = True) -> Kernel:
     """LayerNorms of the stream for the next products. Buffers: copies, for each of `biased` a vector, which is permuted
-    if it `permutes`; stream,
-    float32 (n,); norms, for each copy the norm's weight times the input_scale, float32 (n,); biases, of the copies that
-    are biased the norm's bias times the input_scale, float32 (n,)."""
+    if it `permutes`; stream, float32 (n,); norms, for each copy the norm's weight times the input_scale, float32 (n,);
+    biases, of the copies that are biased the norm's bias times the input_scale, float32 (n,)."""
     token_norm = TokenNorm(n, eps)
     threads, copies, n_biases = token_norm.threads, len(biased), sum(biased)
     lanes = min(32, threads // 2)  # that add the sums of all threads

@@ -126,10 +126,10 @@ def next_token(n_blocks: int, context: int, threads: int = 0) -> Kernel:
 
 @functools.cache
 def next_tokens(n_blocks: int, count: int) -> Kernel:
-    """As `next_token`, for a step of several sequences, from the outs of `small_batch.as_logits`.
-    Buffers: state (`StepRows`), in which tokens that are used become the next ones and positions advance; tokens, the
-    next ones (`StepRows.token_slot`); largest, the largest logit of each token and block, float32 (count, n_blocks),
-    and largest_rows, its row, int32 (count, n_blocks)."""
+    """As `next_token`, for a step of several sequences, from the outs of `small_batch.as_logits`. Buffers: state
+    (`StepRows`), in which tokens that are used become the next ones and positions advance; tokens, the next ones
+    (`StepRows.token_slot`); largest, the largest logit of each token and block, float32 (count, n_blocks), and
+    largest_rows, its row, int32 (count, n_blocks)."""
     rows, threads = StepRows(count), _threads()
 
     def kernel(state: UOp, tokens: UOp, largest: UOp, largest_rows: UOp) -> UOp:
