@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from textwrap import wrap
 from unittest import mock
 
 import pytest
 from msgspec.structs import replace
-from textual.widgets import Input
 
-from app.chat.history import History
 from app.screens.chat_app import ChatApp
-from app.screens.pages.chats import PAGE, ChatsScreen
+from app.screens.pages.chats import ChatsScreen
 from app.screens.pages.help import HelpScreen
-from engine.protocol.events import Loading, Message, Prefilling, Sampling, Token
+from engine.protocol.events import Loading, Message, Prefilling, Token
 from tests.app.driver import chat, stored
-from tests.app.fake_engine import DIED, MODEL, READY, STARTED, FakeEngine, reply, tokens
+from tests.app.fake_engine import DIED, READY, STARTED, FakeEngine, reply, tokens
 from tests.thorough import rarely, thorough
 
 # --- a conversation --------------------------------------------------------------------------------------
@@ -370,89 +367,6 @@ async def test_new_chat_keeps_the_old_one(history):
     assert stored(history, second) == [("user", "two", True), ("assistant", "B so far", True)]
 
 
-async def test_the_system_prompt_is_seen_and_changed_while_the_prompt_waits(history):
-    engine = FakeEngine(reply("Yes, it is so."), reply("Yes."), reply("Sí."))
-    async with chat(engine, history, system="Be polite.", size=(60, 20)) as user:
-        await user.say("Is it?")
-        await user.sees("Yes, it is so.")
-        await user.idle()
-        await user.press(*"Now?", "f12")
-        await user.sees("Be polite.")
-        await user.press("enter", *"Be brief.", "ctrl+s")
-        await user.sees("holds from the next prompt on")
-        assert user.app.prompt.text == "Now?"
-        assert user.app.focused is user.app.prompt
-        await user.press("enter")
-        await user.idle()
-        await user.until(lambda: len(engine.requests) == 2)
-        chat_id = user.app.session.conversation.chat_id
-        await user.press("ctrl+n")
-        await user.until(lambda: not user.app.session.conversation.turns)
-        await user.say("And here?")
-        await user.until(lambda: len(engine.requests) == 3)
-        await user.idle()
-    systems = [request[0] for request in engine.prompts()]
-    changed = ("system", "Be polite.\nBe brief.")
-    assert systems == [("system", "Be polite."), changed, ("system", "Be polite.")]
-    assert stored(history, chat_id)[0] == (*changed, True)
-    engine = FakeEngine()
-    async with chat(engine, history, system="Be polite.", chat_id=chat_id) as user:
-        await user.sees("ready")
-        await user.press("ctrl+r")
-        await user.idle()
-        await user.until(lambda: engine.requests)
-        assert engine.prompts()[0][0] == changed
-        await user.press("f12", "f7", "delete", "ctrl+s")
-        await user.sees("There is no system prompt now")
-        await user.idle()
-    assert [role for role, _, _ in stored(history, chat_id)] == ["user", "assistant", "user", "assistant"]
-
-
-@thorough
-async def test_the_effort_is_chosen_beside_the_system_prompt(history):
-    ready = replace(READY, model=replace(MODEL, takes_effort=True))
-    engine = FakeEngine(start=[ready])
-    async with chat(engine, history, size=(60, 20)) as user:
-        await user.sees("ready")
-        await user.press("f12")
-        await user.sees("Effort: default")
-        await user.press("tab", "enter", "down", "enter", "escape")
-        await user.sees("This is not saved.")
-        await user.press("ctrl+s")
-        await user.sees("The new effort holds from the next prompt on")
-        await user.say("Is it?")
-        await user.idle()
-        await user.press("f12")
-        await user.sees("Effort: low")
-        await user.press("escape")
-    assert [request.sampling.effort for request in engine.requests] == ["low"]
-
-
-@thorough
-async def test_a_model_without_effort_shows_none(history):
-    async with chat(FakeEngine(), history, sampling=Sampling(effort="high")) as user:
-        await user.sees("The chat template of Qwen3 0.6B reads no effort")
-        await user.press("f12")
-        await user.sees("None. For example")
-        assert "Effort" not in user.screen()
-
-
-@thorough
-async def test_a_system_prompt_that_is_not_saved_is_left_by_a_second_key(history):
-    async with chat(FakeEngine(), history, size=(60, 20)) as user:
-        await user.press("f12")
-        await user.sees("None. For example: Answer briefly.")
-        await user.press("escape")
-        await user.until(lambda: user.app.screen is user.app.page)
-        await user.press("f12", *"Hm", "escape")
-        await user.sees("This is not saved.")
-        await user.press("ctrl+q")
-        await user.sees("Ctrl+Q again leaves it")
-        await user.press("escape", "escape")
-        await user.until(lambda: user.app.screen is user.app.page)
-        assert user.app.session.conversation.system == ""
-
-
 async def test_export(history, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     engine = FakeEngine(reply("*Yes*", thinking="hm"))
@@ -550,159 +464,6 @@ async def test_tmux_is_given_what_is_copied(history, monkeypatch, tmp_path):
             lambda: (tmp_path / "copied").exists() and (tmp_path / "copied").read_text() == "copy me"
         )
     assert (tmp_path / "arguments").read_text().split() == ["load-buffer", "-w", "-"]
-
-
-# --- past chats ------------------------------------------------------------------------------------------
-
-
-def fill(history: History) -> tuple[int, int]:
-    sea, bread = history.new_chat("m"), history.new_chat("m")
-    for chat_id, prompt, answer in (
-        (sea, "Why tides?", "The Moon."),
-        (bread, "Bake bread", "Use [b]yeast[/b]."),
-    ):
-        history.append(chat_id, Message(role="user", content=prompt))
-        history.append(chat_id, Message(role="assistant", content=answer))
-    return sea, bread
-
-
-async def test_a_past_chat_is_found_and_gone_on_with(history, monkeypatch):
-    sea, _ = fill(history)
-    monkeypatch.setattr("app.screens.pages.list_page.SLOW_S", -1)  # searches wait for a pause in typing
-    async with chat(FakeEngine(reply("More.")), history) as user:
-        await user.press("ctrl+o")
-        await user.sees("Use [b]yeast[/b].")
-        user.app.screen.query_one(Input).value = "moon"
-        await user.press("enter")
-        await user.sees("The Moon.")
-        assert user.app.session.conversation.chat_id == sea
-        assert "–/8,192" in user.screen(), "how full the context is, no engine knows yet"
-        await user.say("More?")
-        await user.sees("More.")
-        await user.idle()
-        assert [c for _, c, _ in stored(history, sea)] == ["Why tides?", "The Moon.", "More?", "More."]
-
-
-async def test_a_chat_given_at_the_start_is_opened(history):
-    sea, _ = fill(history)
-    async with chat(FakeEngine(), history, chat_id=sea) as user:
-        await user.sees("The Moon.")
-
-
-async def test_rename_and_delete_a_past_chat(history):
-    sea, bread = fill(history)
-    async with chat(FakeEngine(), history, chat_id=bread) as user:
-        await user.press("ctrl+o", "f2")
-        user.app.screen.query_one(Input).value = "dough"
-        await user.press("enter")
-        assert history.chats()[0].title == "dough"
-        await user.sees("dough")
-        await user.press("delete")
-        await user.sees("Delete it for good? y deletes, any other key keeps it: “dough”")
-        await user.press("n")
-        assert len(history.chats()) == 2
-        await user.press("delete", "y")
-        assert [c.id for c in history.chats()] == [sea]
-        await user.press("escape")
-        await user.until(
-            lambda: user.app.session.conversation.chat_id is None, "a new chat in place of the deleted"
-        )
-        assert user.turns() == []
-
-
-@thorough
-async def test_a_long_chat_is_deleted_in_parts_while_the_page_is_closed(history, monkeypatch):
-    monkeypatch.setattr("app.chat.history.DELETED_CHARS", 10)
-    sea, bread = fill(history)
-    async with chat(FakeEngine(), history) as user:
-        await user.press("ctrl+o")
-        await user.sees("2 messages")
-        n_rows = user.app.screen.list.count
-        await user.press("delete", "y", "escape")
-        assert n_rows == 2
-        await user.until(lambda: len(history.chat_ids()) == 1, "the chat is deleted")
-        assert not history.messages(bread) or not history.messages(sea)
-
-
-def fill_many(history: History, count: int) -> None:
-    """`count` chats, chat 0 the oldest."""
-    for i in range(count):
-        chat_id = history.new_chat("m")
-        history.append(chat_id, Message(role="user", content=f"prompt {i} about tides"))
-
-
-@thorough
-async def test_the_list_of_past_chats_has_no_end(history):
-    fill_many(history, 320)
-    read = []
-    summaries = history.summaries
-    history.summaries = lambda ids, query: read.append(len(ids)) or summaries(ids, query)
-    async with chat(FakeEngine(), history) as user:
-        await user.press("ctrl+o")
-        await user.sees("prompt 319")
-        assert sum(read) <= 2 * PAGE, "only what is seen is read from the history"
-        await user.press("end")
-        await user.sees("prompt 0 about")
-        assert sum(read) <= 4 * PAGE
-        await user.press("up", "delete", "y")
-        await user.until(lambda: "prompt 1 about" not in user.screen())
-        assert user.app.screen.highlighted.title == "prompt 0 about tides"
-        await user.press("t", "i", "d")
-        await user.until(lambda: user.app.screen.list.count == 319)
-        await user.press("end", "enter")
-        await user.until(lambda: user.turns() == [("user", "prompt 0 about tides")])
-
-
-@thorough
-async def test_a_chat_that_another_process_deletes_is_still_a_line_of_the_list(history):
-    fill_many(history, 2 * PAGE)
-    async with chat(FakeEngine(), history) as user:
-        await user.press("ctrl+o")
-        await user.sees("prompt 99")
-        history.delete(1)
-        await user.press("end")
-        await user.sees("this chat cannot be read")
-        await user.press("enter")
-        await user.sees("This chat is not there any more")
-
-
-@pytest.mark.parametrize("at_start", [True, rarely(False)])
-async def test_a_chat_that_another_program_has_open_is_said_to_be(history, at_start):
-    sea, _ = fill(history)
-    with mock.patch("app.chat.history.os.getpid", os.getppid):
-        history.set_open(sea)
-    async with chat(FakeEngine(), history, chat_id=sea if at_start else None) as user:
-        if not at_start:
-            await user.press("ctrl+o")
-            user.app.screen.query_one(Input).value = "moon"
-            await user.sees("open elsewhere  The Moon.")
-            await user.press("enter")
-        await user.sees("This chat is open in another orin-chat, too")
-
-
-@thorough
-async def test_what_matters_in_the_list_is_not_cut_off_on_narrow_screens(history):
-    sea, _ = fill(history)
-    history.rename(sea, "A title that is longer than the screen is wide, " * 3)
-    async with chat(FakeEngine(), history, size=(50, 20), chat_id=sea) as user:
-        await user.press("ctrl+o", "up", "down")
-        await user.sees("open now  The Moon.")
-        await user.press("delete")
-        await user.sees("y deletes, any")
-        await user.press("n", "f2")
-        await user.sees("the first prompt")
-
-
-@thorough
-async def test_no_search_text_breaks_the_list(history):
-    fill(history)
-    async with chat(FakeEngine(), history) as user:
-        await user.press("ctrl+o", "quotation_mark", "asterisk", "left_parenthesis")
-        await user.sees("No message has these words.")
-        await user.press("enter")
-        assert isinstance(user.app.screen, ChatsScreen)
-        await user.press("escape")
-        assert not isinstance(user.app.screen, ChatsScreen)
 
 
 async def test_what_is_typed_where_it_means_nothing_is_for_the_prompt(history):
