@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.serve.errors import ApiError, unavailable
-from app.serve.http import ClientGoneError
+from app.serve.http import HOLDS, ClientGoneError
 from engine.protocol.events import Generate
 
 MAX_BODY_BYTES = 16 << 20
@@ -25,8 +25,8 @@ MAX_PARTS = 1 << 18
 _PART_BYTES = {b"[": 256, b"{": 256, b",": 64}
 """What a list, an object (a message of a chat) and an element take once they are read. Those within texts count too."""
 MAX_PARTS_BYTES = 192 << 20
-_PARTS, _KNOWN = "orin_chat.parts", "orin_chat.known"
-"""Keys of an ASGI scope: what the body's parts take, and what it has the server remember."""
+_PARTS = "orin_chat.parts"
+"""The key of an ASGI scope: what the body's parts take."""
 _RETRY_S = 5
 _PIECE_BYTES = 1 << 20
 
@@ -48,6 +48,10 @@ class _Share:
         self.check(more)
         self._held_bytes += more
         self._room.held_bytes += more
+
+    def hold_more(self, n_bytes: int) -> None:
+        """Raises ApiError if there is no room for so many bytes more. The first FREE_BYTES do not count."""
+        self.hold(self._held_bytes + max(0, n_bytes - FREE_BYTES))
 
     def check(self, more_bytes: int) -> None:
         """Raises ApiError if there is no room for so many bytes more."""
@@ -71,7 +75,7 @@ class Bodies:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body_bytes = parts_bytes = 0
-        held, known, parts = _Share(self._bodies), _Share(self._bodies), _Share(self._parts)
+        held, others, parts = _Share(self._bodies), _Share(self._bodies), _Share(self._parts)
         inflate = (
             _Inflate(Request(scope).headers.get("content-encoding", "")) if scope["type"] == "http" else None
         )
@@ -94,10 +98,10 @@ class Bodies:
             return message
 
         try:
-            await self._app({**scope, _PARTS: parts, _KNOWN: known}, receive_counted, send)
+            await self._app({**scope, _PARTS: parts, HOLDS: others.hold_more}, receive_counted, send)
         finally:
             held.let_go()
-            known.let_go()
+            others.let_go()
             parts.let_go()
 
 
@@ -105,13 +109,6 @@ def is_made(request: Request) -> None:
     """The body of `request` is forgotten: the engine's request has been made of it."""
     parts: _Share = request.scope[_PARTS]
     parts.let_go()
-
-
-def also_holds(request: Request, n_bytes: int) -> None:
-    """`request` names what the server remembers, which counts as if it came with it. Raises ApiError if there is no
-    room for it."""
-    known: _Share = request.scope[_KNOWN]
-    known.hold(max(0, n_bytes - FREE_BYTES))
 
 
 class _Inflate:

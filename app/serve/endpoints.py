@@ -9,9 +9,9 @@ from starlette.responses import Response
 
 from app.serve.access import CLIENT
 from app.serve.answering import answer
-from app.serve.bodies import also_holds, check_copies, is_made, read_body
+from app.serve.bodies import check_copies, is_made, read_body
 from app.serve.errors import ApiError
-from app.serve.http import json_response, while_connected
+from app.serve.http import HOLDS, json_response, while_connected
 from app.serve.limits import Budgets
 from app.serve.long_work import MAX_TEXT_BYTES, LongWork
 from app.serve.metrics import CONTENT_TYPE, Gauges
@@ -113,7 +113,7 @@ class Endpoints:
         room for it."""
         id = getattr(body, "earlier_id", None)
         n_bytes = self._conversations.size_bytes(id, _owner(request)) if id else 0
-        also_holds(request, n_bytes)
+        request.scope[HOLDS](n_bytes)
         return n_bytes
 
     def _enter(self, exchange: Exchange, who: str) -> None:
@@ -153,7 +153,7 @@ class Endpoints:
         async def endpoint(request: Request) -> Response:
             id, owner = request.path_params["id"], _owner(request)
             n_bytes = self._conversations.size_bytes(id, owner)
-            also_holds(request, n_bytes)
+            request.scope[HOLDS](n_bytes)
 
             def made() -> Response:
                 return json_response(make(self._conversations.get(id, owner), request))

@@ -17,6 +17,9 @@ KEEP_ALIVE_S = 5.0
 QUIET_S = 20.0
 """An answer that is not streamed has its first sign of life after so long: with it goes the status."""
 PIECE_BYTES = 256 << 10
+HOLDS = "orin_chat.holds"
+"""The key of an ASGI scope: a function that counts so many bytes more to what a request holds, until it has ended. It
+raises ApiError if there is no room for them."""
 T = TypeVar("T")
 
 
@@ -25,15 +28,23 @@ class ClientGoneError(Exception):
 
 
 class InPieces(Response):
-    """A response whose body is sent as its client takes it. So a long one is not done, and what is counted for its
-    request is held, while the client reads nothing."""
+    """A response whose body is sent as its client takes it, and is counted until then, if it is long."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if len(self.body) > PIECE_BYTES:
+            try:
+                scope[HOLDS](len(self.body))
+            except ApiError as error:
+                return await error_response(error, scope["path"])(scope, receive, send)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        body = memoryview(self.body)
-        for start in range(0, len(body), PIECE_BYTES):
-            await send(_part(bytes(body[start : start + PIECE_BYTES])))
-        await send(_part(b"", is_last=True))
+        await _send_body(bytes(self.body), send)
+
+
+async def _send_body(body: bytes, send: Send) -> None:
+    view = memoryview(body)
+    for start in range(0, len(body), PIECE_BYTES):
+        await send(_part(bytes(view[start : start + PIECE_BYTES])))
+    await send(_part(b"", is_last=True))
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -197,7 +208,7 @@ class SlowJson(InPieces):
             value = await self._work
         except ApiError as error:
             value = self._failed(error)
-        await send(_part(_json(value), is_last=True))
+        await _send_body(_json(value), send)
 
     async def _close(self) -> None:
         self._work.cancel()

@@ -1,6 +1,7 @@
 """The tokens of a model file: their bytes, which are special, and which end a reply. No library is needed for this."""
 
 import codecs
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -188,7 +189,7 @@ class Vocabulary:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens: their `piece`s, with U+FFFD for bytes that are no UTF-8."""
-        return b"".join(map(self.piece, ids)).decode("utf-8", "replace")
+        return b"".join(map(functools.cache(self.piece), ids)).decode("utf-8", "replace")
 
     def piece(self, id: int) -> bytes:
         """The bytes that a token stands for. For a special token these are its name; for an id after the vocabulary

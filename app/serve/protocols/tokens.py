@@ -45,7 +45,8 @@ def tokenized(body: TokenizeBody, service: Service) -> Json:
         raise wrong("There is no text: content, prompt or messages.", "content")
     tokens: list[Any] = ids
     if body.with_pieces:
-        tokens = [{"id": id, "piece": _piece(tokenizer.piece(id))} for id in ids]
+        pieces = {id: {"id": id, "piece": _piece(tokenizer.piece(id))} for id in set(ids)}  # not one a place
+        tokens = [pieces[id] for id in ids]
     context = service.ready.context_length if service.ready else None
     return {"tokens": tokens, "count": len(ids), "max_model_len": context}
 

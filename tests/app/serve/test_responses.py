@@ -236,7 +236,7 @@ async def test_a_short_request_that_goes_on_with_a_long_conversation_is_a_long_o
     assert (await client.post(PATH, json=more)).status_code == 200, "its room is free again"
 
 
-async def test_a_long_answer_is_sent_as_its_client_takes_it(served, sent):
+async def test_a_long_answer_is_sent_as_its_client_takes_it(served, sent, monkeypatch):
     """Else it lies whole in the connection's buffer, where nothing counts it, while the client reads nothing."""
     client, _ = served()
     first = (await client.post(PATH, json={"input": "x" * (2 * PIECE_BYTES)})).json()
@@ -244,6 +244,10 @@ async def test_a_long_answer_is_sent_as_its_client_takes_it(served, sent):
     items = (await client.get(f"{PATH}/{first['id']}/input_items")).json()
     assert len(items["data"][0]["content"][0]["text"]) == 2 * PIECE_BYTES
     assert [len(part) for part in sent][:2] == [PIECE_BYTES] * 2
+    monkeypatch.setattr(bodies, "MAX_HELD_BYTES", PIECE_BYTES)
+    client, _ = served()
+    text = {"content": "x " * (PIECE_BYTES // 16), "with_pieces": True}
+    assert (await client.post("/tokenize", json=text)).status_code == 503, "the answer is longer"
 
 
 async def test_custom_tools(served):
