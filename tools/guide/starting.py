@@ -171,6 +171,8 @@ class Starting:
         return re.sub(r"\{(\w+)\}", filled, rng.choice(self._ask[key].split("|")))
 
     def _word(self, rng: random.Random) -> str:
+        if rng.random() < 0.15:
+            return self._drawn("words", rng)
         syllables = (self._wording.phrase(self._syllable, rng) for _ in range(rng.choice((1, 2, 2, 3))))
         word = "".join(syllables)
         return word.capitalize() if rng.random() < 0.2 else word
