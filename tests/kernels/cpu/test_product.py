@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 from tinygrad import dtypes
+from tinygrad.uop.ops import Ops
 
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.quantization import FLOATS, QUANTIZED, read_as
 from engine.formats.widening import widened
-from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.kernels import memory, thread_pool
 from engine.targets.cpu.kernels.activations import Quantization, buffer_names, quantize_activations
 from engine.targets.cpu.kernels.embedding import embed, embed_from_file
 from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
@@ -147,7 +148,8 @@ def test_rows_of_the_embedding(pool: ThreadPool, kind: int) -> None:
 
 
 def test_a_row_of_a_file_of_gigabytes(pool: ThreadPool) -> None:
-    """Of a table whose bytes an int32 cannot number. Its other rows take no memory."""
+    """Of a table whose bytes an int32 cannot number. Its other rows take no memory. Some compilers give sums of int32
+    64 bits, so the type of the sums is looked at too."""
     blocks, weights = blocks_of(Type.Q4_K, 1, 8192)
     rows = (3 << 30) // blocks.size
     raw = np.frombuffer(
@@ -156,8 +158,13 @@ def test_a_row_of_a_file_of_gigabytes(pool: ThreadPool) -> None:
     raw[-1] = blocks
     out, step = memory.zeros(2 * 8192, dtypes.float32), KernelSequence(pool)
     inputs = ints(rows, 8192 // 256), ints(1), ints(rows - 1, 0), memory.mapped(raw, dtypes.uint8)
-    step.add(embed_from_file(Type.Q4_K, LANES, 2, 3.0), out, *inputs)
+    kernel = embed_from_file(Type.Q4_K, LANES, 2, 3.0)
+    step.add(kernel, out, *inputs)
     step.compile()()
+    types = (dtypes.float32, *[dtypes.int32] * 3, dtypes.uint8)
+    nodes = thread_pool._graph(kernel, types).toposort()
+    places = {u.src[1].dtype for u in nodes if u.op is Ops.INDEX and u.src[0].dtype is dtypes.uint8}
+    assert places == {dtypes.int64}
     wanted = 3 * np.concatenate([weights[0], np.zeros(8192)])
     np.testing.assert_allclose(memory.view(out), wanted, atol=1e-6 * np.abs(wanted).max())
 

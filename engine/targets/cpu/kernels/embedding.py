@@ -69,7 +69,8 @@ def embed_from_file(ggml_type: int, lanes: int, tile: int, scale: float = 1.0) -
         first, count = even_share(blocks, part, parts)
         with k.loop(n_tokens(k, state[0], tile) if state else 1) as token, k.loop(count) as i:
             row, block = k.index(tokens, token).maximum(0).minimum(rows - 1), first + i
-            at, to = row * blocks + block, (token * blocks + block) * columns
+            # A share's first step is an int32, in which sums with it stay, and which cannot number a file's bytes.
+            at, to = (row * blocks).cast(dtypes.int64) + block, (token * blocks + block) * columns
             if format:
                 _store_block(k, format, raw, at * format.block_bytes, out, to, scale)
             else:
