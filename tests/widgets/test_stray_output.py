@@ -28,6 +28,11 @@ with stray_errors_to(Path(sys.argv[1]).open("ab")):
 sys.stderr = open(os.devnull, "w")
 with stray_errors_to(Path(sys.argv[1]).open("ab")):
     os.write(2, b"a caller\\n")
+os.dup2(os.open("/dev/full", os.O_WRONLY), 2)  # as a terminal that was closed
+sys.stderr = before = open(2, "w", closefd=False)
+with stray_errors_to(Path(sys.argv[1]).open("ab")):
+    sys.stderr.write("lost")
+print(sys.stderr is before)
 """
 
 
@@ -37,5 +42,5 @@ def test_what_libraries_and_children_print_goes_to_the_log(tmp_path):
     assert run.stderr.split("\n") == [
         "before", "the screen ✓", "after", "and after", "a warning", "at once", "a caller", "",
     ]  # fmt: skip
-    assert run.stdout == "on stdout\na prompt\n"
+    assert run.stdout == "on stdout\na prompt\nTrue\n"
     assert (tmp_path / "log").read_text() == "stray 1\na panic\na child\nanother panic\n"

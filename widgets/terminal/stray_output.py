@@ -34,15 +34,18 @@ def _led_to(log: IO[bytes], name: str, descriptor: int) -> Iterator[None]:
     before = getattr(sys, name), getattr(sys, f"__{name}__")
     before[0].flush()
     terminal = os.dup(descriptor)
-    with open(terminal, "w", buffering=1, encoding=before[0].encoding, errors="replace") as stream:  # noqa: PTH123
-        os.dup2(log.fileno(), descriptor)
-        _set(name, stream, stream)
-        try:
-            yield
-        finally:
+    stream = open(terminal, "w", buffering=1, encoding=before[0].encoding, errors="replace")  # noqa: PTH123, SIM115
+    os.dup2(log.fileno(), descriptor)
+    _set(name, stream, stream)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # a terminal that was closed
             stream.flush()
-            os.dup2(terminal, descriptor)
-            _set(name, *before)
+        os.dup2(terminal, descriptor)
+        _set(name, *before)
+        with suppress(OSError):
+            stream.close()
 
 
 def _set(name: str, stream: object, original: object) -> None:
