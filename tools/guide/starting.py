@@ -51,6 +51,8 @@ class Starting:
                     self._of_subject.setdefault(subject, model)
                 else:
                     self._without.append((name, knowledge.facts[f"{subject}.what"]))
+        said = " ".join(fact.answer for fact in knowledge.facts.values())
+        self._words = sorted(set(re.findall(r"[A-Za-z]{3,}", said)))  # names are often words of a language
         self._told_of = {normalized(name) for names in knowledge.families.values() for name in names}
 
     def turn(self, rng: random.Random) -> Started:
@@ -171,8 +173,8 @@ class Starting:
         return re.sub(r"\{(\w+)\}", filled, rng.choice(self._ask[key].split("|")))
 
     def _word(self, rng: random.Random) -> str:
-        if rng.random() < 0.15:
-            return self._drawn("words", rng)
+        if (chance := rng.random()) < 0.5:
+            return self._drawn("words", rng) if chance < 0.1 else rng.choice(self._words)
         syllables = (self._wording.phrase(self._syllable, rng) for _ in range(rng.choice((1, 2, 2, 3))))
         word = "".join(syllables)
         return word.capitalize() if rng.random() < 0.2 else word
