@@ -19,7 +19,7 @@ from engine.backends import prepare
 from engine.devices import kept_clang
 from engine.protocol.events import EngineOptions
 from tests import environment as tests_environment
-from tests.fork_server import _forked_processes, fork_server, forked_engines, started_processes
+from tests.fork_server import SERVER, _forked_processes, fork_server, forked_engines, started_processes
 from tests.paths import ROOT, SHARED
 from tests.processes import pytest_addoption, pytest_runtestloop
 from tests.thorough import THOROUGH, thorough
@@ -89,9 +89,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Kernels that one process has compiled are known to all others, as they are from one run of the engine to the
-    next."""
+    next. Where there are many tests, the processes that run them share the process that forks, whose start takes most
+    of a second."""
+    if len(session.items) > 1000 and not session.config.option.collectonly:
+        SERVER.start()
     if "tinygrad" in sys.modules:
         from engine.fixes import (
             compiler_output,

@@ -87,10 +87,15 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The process that forks, as its client sees it. It starts with the first request."""
+    """The process that forks, as its clients see it: the process that has started it, and those that are forked from
+    that one later. It starts with the first request unless `start` was called."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._client = 0
+
+    def start(self) -> None:
+        self._control()
 
     def start_child(
         self,
@@ -127,6 +132,7 @@ class ForkServer:
     def _control(self) -> socket.socket:
         if self._process is None:
             self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._client = os.getpid()
             with theirs:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())],
@@ -140,16 +146,19 @@ class ForkServer:
         return self._process and self._process.pid
 
     def close(self) -> None:
-        if self._process is not None:
+        if self._process is not None and self._client == os.getpid():
             self._requests.close()
             self._process.wait()
+            self._process = None
+
+
+SERVER = ForkServer()
 
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
-    server = ForkServer()
-    yield server
-    server.close()
+    yield SERVER
+    SERVER.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

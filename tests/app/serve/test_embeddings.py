@@ -1,4 +1,4 @@
-"""Embeddings and ranks, over an engine that follows a script, and with a real one."""
+"""Embeddings and ranks, over an engine that follows a script."""
 
 import base64
 from contextlib import aclosing
@@ -12,8 +12,7 @@ from app.serve.protocols.embeddings import EmbeddingsBody, openai_asked
 from app.serve.service import Exchange, ModelFile
 from app.serve.stop_texts import StopTexts
 from engine.formats.file_templates import FileTemplates
-from engine.model.text_model import TextModel
-from engine.protocol.events import Embedded, EngineOptions, Generate, RawText, TokenIds
+from engine.protocol.events import RawText, TokenIds
 from tests import generated_model
 from tests.app.fake_engine import TOO_LONG, FakeEngine, vector_of
 from tests.app.serve.conftest import error
@@ -161,11 +160,6 @@ async def test_a_client_that_goes_frees_its_places(served, made_for):
 
 
 def test_the_classes_of_a_file(tmp_path):
+    """What a model makes of them: tests/model/test_text_model.py."""
     path = generated_model.write(tmp_path / "m.gguf", architecture="qwen3", classes=2)
     assert (file := ModelFile.read(path)).pooling == "rank" and file.dimensions == DIM
-    model, events = TextModel(EngineOptions(model_path=str(path), context_length=128), lambda _: None), []
-    model.generate(
-        Generate(request_id=0, prompt=RawText(text="Hi"), pooling="rank"), events.append, lambda: False
-    )
-    [values] = [np.frombuffer(event.values, "<f4") for event in events if isinstance(event, Embedded)]
-    assert values.sum() == pytest.approx(1) and len(values) == 2
