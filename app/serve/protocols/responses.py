@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from app.serve.errors import wrong
+from app.serve.bodies import MAX_BODY_BYTES
+from app.serve.errors import ApiError, wrong
 from app.serve.protocols import chat
 from app.serve.protocols.common.conversation import (
     FILES,
@@ -93,6 +94,11 @@ def as_chat(
     if body.input is None:
         given = []
     before = kept.get(body.previous_response_id, owner).items if body.previous_response_id else []
+    names = [f"{item.get('id')}" for item in given if _is_name(item)]
+    if sum(kept.item_bytes(id, owner) for id in names) > MAX_BODY_BYTES:
+        raise ApiError(
+            413, f"The items that input names have more than {MAX_BODY_BYTES >> 20} MiB.", param="input"
+        )
     named = set[str]()
     given = [_named_item(item, kept, owner, f"input[{i}]", named) for i, item in enumerate(given)]
     items = [*before, *given]
@@ -115,12 +121,16 @@ def as_chat(
     return made, spaces, items
 
 
+def _is_name(item: dict[str, Any]) -> bool:
+    return item.get("type") == "item_reference" or item.keys() == {"id"}
+
+
 def _named_item(
     item: dict[str, Any], kept: Conversations, owner: str, param: str, named: set[str]
 ) -> dict[str, Any]:
     """The item that is meant, if one only names an item of an earlier response, and none of those that are `named`
     already: a name is short, and what it stands for may be long. Raises ApiError."""
-    if item.get("type") != "item_reference" and item.keys() != {"id"}:
+    if not _is_name(item):
         return item
     id = f"{item.get('id')}"
     if id in named:

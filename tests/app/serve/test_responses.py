@@ -10,6 +10,7 @@ from app.serve.bodies import MAX_BODY_BYTES, MAX_PARTS
 from app.serve.errors import ApiError
 from app.serve.http import PIECE_BYTES
 from app.serve.long_work import LongWork
+from app.serve.protocols import responses
 from app.serve.protocols.common.remembered import Conversations, Remembered
 from engine.protocol.events import Failed
 from tests.app.fake_engine import TOO_LONG, FakeEngine, reply
@@ -129,7 +130,7 @@ async def test_a_conversation_that_the_server_remembers(served):
     assert (await client.get(f"{PATH}/{hidden['id']}")).status_code == 404
 
 
-async def test_items_that_are_named(served):
+async def test_items_that_are_named(served, monkeypatch):
     """As Vercel's AI SDK sends what the model said before."""
     engine = FakeEngine(reply("Bob.", "Hm."), reply("Yes."))
     client, _ = served(engine, key="one,two")
@@ -148,6 +149,9 @@ async def test_items_that_are_named(served):
     assert unknown.status_code == 404 and error(unknown)["param"] == "input[1]"
     twice = await client.post(PATH, json={"input": [said, said]}, headers=keys[0])
     assert twice.status_code == 400 and error(twice)["param"] == "input[1]"
+    monkeypatch.setattr(responses, "MAX_BODY_BYTES", 200)
+    long = await client.post(PATH, json={"input": [thought, said, sure]}, headers=keys[0])
+    assert long.status_code == 413 and error(long)["param"] == "input"
     await client.delete(f"{PATH}/{first['id']}", headers=keys[0])
     assert (await client.post(PATH, json={"input": [said]}, headers=keys[0])).status_code == 404
     nothing = {"input": [{"type": "item_reference"}]}

@@ -78,6 +78,10 @@ class Conversations:
         item: dict[str, Any] = msgspec.json.decode(data)
         return item
 
+    def item_bytes(self, id: str, owner: str) -> int:
+        """Of what `item` returns, as JSON; 0 if it would raise."""
+        return self._items.size_bytes(id, owner)
+
     def forget(self, id: str, owner: str) -> None:
         """A response with the items of its output. Raises ApiError, as `get`."""
         for item in self.get(id, owner).response.get("output", ()):
