@@ -42,7 +42,9 @@ class _Encoder:
         self.merge = KINDS[self.named] if self.merged else 1
         self.joined = self.merge**2 * self.dim
         # the first one of which has windows, or comes before fewer patches
-        layers = 1 + (self.deep or self.kind in ("qwen2.5vl_merger", "minicpmv4_6", "exaone4_5"))
+        layers = 1 + (
+            self.deep or self.kind in ("qwen2.5vl_merger", "minicpmv4_6", "exaone4_5", "muse-glimmer")
+        )
         self.layers = max(self.features, default=layers) if self.kind != "gemma4uv" else 0
         self.side = self.side or (16 if self.kind == "deepseekocr" else 2 * self.merge) * self.patch
         self.rng, self.writer = np.random.default_rng(self.seed), gguf.GGUFWriter(str(self.path), "clip")
@@ -53,7 +55,7 @@ class _Encoder:
         self.has_biases = self.is_qwen or self.kind in (
             "paddleocr", "kimivl", "kimik25", "lfm2", "mlp", "resampler", "phi4", "janus_pro", "gemma3", "idefics3",
             "internvl", "llama4", "nemotron_v2_vl", "gemma4uv", "hunyuanvl",
-            "deepseekocr", "minicpmv4_6",
+            "deepseekocr", "minicpmv4_6", "muse-glimmer",
         )  # fmt: skip
 
     def write(self) -> Path:
@@ -93,6 +95,7 @@ class _Encoder:
         else:
             has_none = name in ("mm.input_projection", "resampler.kv", "resampler.proj")
             has_none |= name == "mm.model.fc" and kind not in ("hunyuanvl", "deepseekocr")
+            has_none |= name.startswith("mm.") and kind == "muse-glimmer"
             has_none |= name.startswith("mm.model") and kind in ("llama4", "nemotron_v2_vl")
         if self.has_biases and not has_none:
             self.tensor(f"{name}.bias", shape[0])
@@ -121,7 +124,7 @@ class _Encoder:
         }  # fmt: skip
         for key, value in sizes.items():
             writer.add_uint32(f"clip.vision.{key}", value)
-        if self.is_qwen or kind in ("pixtral", "glm4v", "hunyuanvl"):
+        if self.is_qwen or kind in ("pixtral", "glm4v", "hunyuanvl", "muse-glimmer"):
             writer.add_uint32("clip.vision.spatial_merge_size", merge)
         if self.features:
             writer.add_array("clip.vision.feature_layer", self.features)
@@ -185,11 +188,13 @@ class _Encoder:
             "internvl": (n + 1,), "llama4": (n + 1,), "mlp": (n + self.has_class,), "resampler": (4900,),
             "phi4": (16,), "janus_pro": (n,), "nemotron_v2_vl": (n,), "kimik25": (4, 4), "paddleocr": (9,),
             "kimivl": (16,), "lfm2": (256,), "glm4v": (36,), "hunyuanvl": (36,),
-            "deepseekocr": (n + 1,), "minicpmv4_6": (4900,),
+            "deepseekocr": (n + 1,), "minicpmv4_6": (4900,), "muse-glimmer": (36,),
         }  # fmt: skip
         if kind in places:
             self.tensor("v.position_embd.weight", *places[kind], dim, std=0.5)
-        if kind in ("pixtral", "dots_ocr", "llama4", "deepseekocr") or (kind == "mlp" and self.has_class):
+        if kind in ("pixtral", "dots_ocr", "llama4", "deepseekocr", "muse-glimmer") or (
+            kind == "mlp" and self.has_class
+        ):
             self.norm("v.pre_ln")
         if kind == "glm4v":
             self.norm("v.norm_embd")
@@ -258,6 +263,10 @@ class _Encoder:
 
     def _projector(self) -> None:
         match self.kind:
+            case "muse-glimmer":
+                self.norm("v.post_ln")
+                for i, cols in enumerate((self.joined, self.width, self.width)):
+                    self.matrix(f"mm.{i}", self.out if i == 2 else self.width, cols)
             case "minicpmv4_6":
                 self.norm("v.post_ln")
                 self.norm("mm.input_norm", 4 * self.dim)

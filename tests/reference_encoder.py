@@ -343,6 +343,6 @@ def resizing(how: str, n: int, count: int, more: float = 0.0) -> NDArray[np.floa
                 share = near if d <= 1 else far if d < 2 else 0
             else:
                 share = max(1 - d, 0)
-            if not is_smoothed or 0 <= k < n:
+            if not (is_smoothed or how == "faded") or 0 <= k < n:
                 shares[i, min(max(k, 0), n - 1)] += share
-    return shares / shares.sum(1, keepdims=True)
+    return shares if how == "faded" else shares / shares.sum(1, keepdims=True)

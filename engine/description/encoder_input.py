@@ -111,7 +111,7 @@ def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> tuple[NDArray[np.uint8]
     match spec.kind:
         case "gemma3" | "lfm2" | "phi4" | "llama4":
             how = Image.Resampling.BILINEAR
-        case "idefics3":
+        case "idefics3" | "muse-glimmer":
             how = Image.Resampling.LANCZOS
         case _:
             how = Image.Resampling.BICUBIC
@@ -345,8 +345,9 @@ def _resized(positions: Positions, n: int, ys: Ints, xs: Ints, shape: tuple[int,
         taps = np.floor(at).astype(int)[:, None] + np.arange(1 - reach, reach + 1)
         apart = np.abs(taps - at[:, None]) / wide
         shares = _cubic(apart, -0.5 if is_smoothed else -0.75) if is_cubic else np.maximum(1 - apart, 0)
-        if is_smoothed:
+        if is_smoothed or positions.how == "faded":
             shares *= (taps >= 0) & (taps < n)
+        if is_smoothed:
             shares /= shares.sum(1, keepdims=True)
         used = np.abs(shares).max(0) > 0
         return np.clip(taps, 0, n - 1)[:, used][of], shares[:, used][of]

@@ -20,7 +20,7 @@ _SAID_AREAS = "dots_ocr", "paddleocr", "phi4", "kimik25", "hunyuanvl", "exaone4_
 _MOST_TOKENS = 8192
 """Of a picture of these: dots.ocr's 14400 would take minutes on most machines."""
 _TILES_A_SIDE, _MOST_TILES = 4, 65
-_GEMMA4_TOKENS = 280
+_GEMMA4_TOKENS, _MUSE_TOKENS = 280, 4096
 _MOST_WHOLE = 320
 """The most tokens of a picture that has to be in one step; published files have 256."""
 _MOST_SLICES = 9
@@ -78,6 +78,8 @@ class PictureReader(CheckedFile):
             return SizeRule("area", align, min(most, _MOST_TOKENS * align**2), least)
         if self.kind in ("gemma4v", "gemma4uv"):
             return SizeRule("tokens", align, _GEMMA4_TOKENS, longest=self.places // self.merge * align)
+        if self.kind == "muse-glimmer":
+            return SizeRule("shape", align, _MUSE_TOKENS)
         side = self.size("image_size")
         if self.named == "lightonocr":
             side = self.size("preproc_image_size", side)

@@ -9,6 +9,7 @@ are `find_best_resize` and `get_sliced_grid` beside its models.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -24,9 +25,9 @@ class SizeRule:
     """Sides become multiples of `align`. "square": both `most`. "area": the nearest ones with an area of `least` to
     `most` pixels. "tokens": the largest with at most `most` squares of `align`, none longer than `longest`. "sides":
     none longer than `most`, and then up to the next multiples. "mean": the nearest ones to an area of `most` x
-    `most`."""
+    `most`. "shape": of those next to a picture's with at most `most` squares of `align`, whose shape is nearest."""
 
-    how: Literal["square", "area", "tokens", "sides", "mean"]
+    how: Literal["square", "area", "tokens", "sides", "mean", "shape"]
     align: int
     most: int
     least: int = 0
@@ -48,6 +49,9 @@ class SizeRule:
                 columns, rows = min(width // height, most), 1
             across, down = (min(n * align, self.longest) for n in (columns, rows))
             return across, down
+        if self.how == "shape":
+            columns, rows = _of_nearest_shape(width, height, align, most)
+            return columns * align, rows * align
         if self.how == "mean":
             most_ratio = min(MAX_RATIO, (most / align) ** 2)  # the shorter side is a square or more
             ratio = min(max(width / height, 1 / most_ratio), most_ratio)
@@ -65,7 +69,7 @@ class SizeRule:
         match self.how:
             case "area":
                 return self.most // self.align**2
-            case "tokens":
+            case "tokens" | "shape":
                 return self.most
             case "mean":  # each side may go up by half a square
                 n = -(-self.most // self.align)
@@ -196,6 +200,18 @@ def _area(width: int, height: int, align: int) -> int:
 def _even(side: float) -> int:
     """A side in whole pixels, up to the next even number."""
     return int(side) + int(side) % 2
+
+
+def _of_nearest_shape(width: int, height: int, align: int, most: int) -> tuple[int, int]:
+    """Columns and rows of squares, the most of those whose shape is as near."""
+    across, down = width / align, height / align
+    if across * down > most:
+        across, down = math.sqrt(most * width / height), math.sqrt(most * height / width)
+    sides = ((math.floor(side), math.ceil(side)) for side in (across, down))
+    found = [(c, r) for c, r in itertools.product(*sides) if c >= 1 <= r and c * r <= most]
+    if not found:  # longer than all squares in a row
+        return max(1, min(round(across), most)), max(1, min(round(down), most))
+    return min(found, key=lambda of: (abs(of[1] / of[0] - height / width), -of[0] * of[1]))
 
 
 def _fit(width: int, height: int, align: int, least: int, most: int) -> tuple[int, int]:

@@ -39,7 +39,7 @@ _PROJECTOR_EPS = {
     "dots_ocr": 1e-6,
 }
 """Of the norm of a projector, where it is not the encoder's: PyTorch's, or one in the published code."""
-_EXACT_GELU = "internvl", "llama4", "nemotron_v2_vl", "hunyuanvl"
+_EXACT_GELU = "internvl", "llama4", "nemotron_v2_vl", "hunyuanvl", "muse-glimmer"
 _QUERY_HEAD = 128
 """Elements of a head of fixed queries."""
 _MOST_QUERIES = 1024
@@ -101,7 +101,7 @@ class ProjectorReader(CheckedFile):
             return "quick gelu"
         if self.kind in ("qwen2vl_merger", "mlp") and not self.file.get("clip.use_gelu", bool, False):
             return "quick gelu"
-        if self.kind != "gemma4v" and not self.file.get("clip.use_gelu", bool, False):
+        if self.kind not in ("gemma4v", "muse-glimmer") and not self.file.get("clip.use_gelu", bool, False):
             raise ModelFileError(
                 f"{self.name} has an activation that orin-chat does not run.", "Choose another encoder."
             )
@@ -115,6 +115,8 @@ class ProjectorReader(CheckedFile):
             return self.llava_steps()
         if self.kind == "resampler":
             return self.query_steps()
+        if self.kind == "muse-glimmer":
+            return self.shuffled_steps()
         out, dim, joined = self.size("projection_dim"), self.dim, self.merge**2 * self.dim
         match self.kind:
             case "qwen2vl_merger" | "qwen2.5vl_merger" | "qwen3vl_merger" | "exaone4_5":
@@ -273,6 +275,14 @@ class ProjectorReader(CheckedFile):
             self.linear("mm.model.fc", out, width),
             self.norm("mm.post_norm", out),
         )
+
+    def shuffled_steps(self) -> tuple[int, tuple[ProjectorStep, ...]]:
+        """Muse Glimmer's: three products of what patches become channel by channel, and a norm, which llama.cpp leaves
+        to the model."""
+        widths = [self.merge**2 * self.dim, *(self.rows_of(f"mm.{i}") for i in range(3))]
+        first, second, last = (self.linear(f"mm.{i}", widths[i + 1], widths[i]) for i in range(3))
+        gelu, norm = Activate("exact gelu"), Norm(1e-5)
+        return widths[-1], (*self.last_norms(), Merge("channels"), first, gelu, second, gelu, last, norm)
 
     def last_four_steps(self, out: int) -> tuple[ProjectorStep, ...]:
         """The steps of MiniCPM-V 4.6's projector, of four rows a token."""

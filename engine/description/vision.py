@@ -233,8 +233,9 @@ class Ends:
         return tuple(filter(None, (self.line, self.begin, self.end)))
 
 
-ResizedPositions = Literal["bilinear", "bicubic", "smoothed", "smoothed bicubic"]
-"""A filter; the third one is bilinear, and those that are smoothed have antialiasing."""
+ResizedPositions = Literal["bilinear", "faded", "bicubic", "smoothed", "smoothed bicubic"]
+"""A filter; "faded" is bilinear, with zeros beyond the table, "smoothed" too, and those that are smoothed have
+antialiasing."""
 
 
 @dataclass(frozen=True)

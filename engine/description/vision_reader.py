@@ -68,6 +68,7 @@ KINDS = {
     "deepseekocr": 1,
     "minicpmv4_6": 4,
     "exaone4_5": 2,
+    "muse-glimmer": 2,
 }
 """The projector types that the engine runs, and how many patches a side become a token if a file does not say."""
 MINICPM_2_5 = "resampler 2.5"
@@ -102,6 +103,8 @@ FITTING = {
     "hunyuan_vl": ("hunyuanvl",),
     "deepseek2-ocr": ("deepseekocr",),
     "exaone4": ("exaone4_5",),
+    "gpt-oss": ("internvl",),
+    "muse-glimmer": ("muse-glimmer",),
 }
 """The kinds of encoders that models of an architecture have."""
 
@@ -114,6 +117,7 @@ _GLM_NORM = "v.norm_embd"
 _RESIZED: dict[str, ResizedPositions] = {
     "paddleocr": "bilinear",
     "hunyuanvl": "bilinear",
+    "muse-glimmer": "faded",
     "kimivl": "bicubic",
     "kimik25": "bicubic",
     "glm4v": "bicubic",
@@ -126,6 +130,8 @@ _REDUCTION = "v.vit_merger."
 """How the names of tensors begin between two layers of MiniCPM-V 4.6, where four patches become one row."""
 _WINDOW = 112
 """The side of a window in pixels, of files that do not say it, as those of Qwen 2.5 VL."""
+_GLOBAL_EVERY = 4
+"""Of so many layers of Muse Glimmer the last has no windows."""
 _MOST_PATCHES = 1 << 15
 """Of a picture. Published files have at most half as many; attention of far more would take hours."""
 _UNUSED = "a.", "mm.a.", "resampler.pos_embed_k", "model.image_newline", "v.image_newline", "v.view_seperator"
@@ -363,8 +369,8 @@ class _Reader(ProjectorReader, PictureReader):
             columns = tuple((rows * 10000.0 ** (-2 / d)).tolist())
             return Rotations(by_row=(*rows.tolist(), *none), by_column=(*none, *columns))
         rates = tuple((10000.0 ** (-2 * i / (d // 2))).tolist())
-        if self.kind in ("kimivl", "kimik25", "llama4"):
-            first = int(self.kind == "llama4")
+        if self.kind in ("kimivl", "kimik25", "llama4", "muse-glimmer"):
+            first = int(self.kind in ("llama4", "muse-glimmer"))
             return Rotations(by_row=(*none, *rates), by_column=(*rates, *none), first=first)
         if self.kind in (*QWEN_TOKENS, "exaone4_5", "dots_ocr", "paddleocr", "glm4v"):
             return Rotations(by_row=(*rates, *none), by_column=(*none, *rates))
@@ -375,7 +381,7 @@ class _Reader(ProjectorReader, PictureReader):
         """The order of the rows of queries and keys in the file."""
         if self.kind == "gemma4v":
             return HeadOrder(self.head_dim, self.head_dim, False, halves=True)
-        has_pairs = self.kind in ("pixtral", "kimivl", "kimik25", "llama4")
+        has_pairs = self.kind in ("pixtral", "kimivl", "kimik25", "llama4", "muse-glimmer")
         return HeadOrder(self.head_dim, self.head_dim, True) if has_pairs else None
 
     # --- layers ----------------------------------------------------------------------------------------
@@ -384,13 +390,24 @@ class _Reader(ProjectorReader, PictureReader):
     def window(self) -> int:
         """The side of a window in tokens, 0 if no layer has windows."""
         has_some = self.kind == "exaone4_5" and self.key("n_wa_pattern") in self.file.metadata
-        if self.kind != "qwen2.5vl_merger" and not has_some:
+        if self.kind == "muse-glimmer":  # as wide as its table of positions
+            table = self.file.tensors.get("v.position_embd.weight")
+            pixels = (math.isqrt(table.shape[0]) if table and table.shape else 0) * self.patch
+        elif self.kind == "qwen2.5vl_merger" or has_some:
+            pixels = self.size("window_size", _WINDOW)
+        else:
             return 0
-        if (side := self.size("window_size", _WINDOW) // (self.patch * self.merge)) == 0:
+        if (side := pixels // (self.patch * self.merge)) == 0:
             raise damaged(
                 self.file.path, f"its windows have no place for a token of {self.patch * self.merge} pixels"
             )
         return side
+
+    def has_windows(self, i: int) -> bool:
+        """Whether layer i attends within windows."""
+        if self.kind == "muse-glimmer":
+            return (i + 1) % _GLOBAL_EVERY > 0 and i + 1 < self.size("block_count")
+        return self.window > 0 and (i + 1) % self.size("n_wa_pattern") > 0
 
     def reduction(self, layers: int) -> Reduction | None:
         """That of MiniCPM-V 4.6. Files with `merge` 2 have none."""
@@ -414,9 +431,10 @@ class _Reader(ProjectorReader, PictureReader):
             return self.norm(prefix + name) if self.has(f"{prefix}{name}.weight") else None
 
         prefix = f"v.blk.{i}."
-        windowed = self.window > 0 and (i + 1) % self.size("n_wa_pattern") > 0
         yield PatchSublayer(
-            self.norm(f"{prefix}ln1"), self.attention(prefix, windowed), post("attn_post_norm", "ls1")
+            self.norm(f"{prefix}ln1"),
+            self.attention(prefix, self.has_windows(i)),
+            post("attn_post_norm", "ls1"),
         )
         yield PatchSublayer(
             self.norm(f"{prefix}ln2"), self.feed_forward(prefix), post("ffn_post_norm", "ls2")

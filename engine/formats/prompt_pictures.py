@@ -122,6 +122,7 @@ PICTURE_MARKS = {
         "<|begin_of_image|><|image|><|end_of_image|>", "<|begin_of_image|>", "<|end_of_image|>"
     ),
     "deepseekocr": PictureMarks("<image>", after="\n"),
+    "muse-glimmer": PictureMarks("<|patch|>", "<|image_start|>", "<|image_end|>"),
     "exaone4_5": PictureMarks("<vision><|image_pad|></vision>", "<vision>", "</vision>"),
     "hunyuanvl": PictureMarks(
         "<｜hy_place▁holder▁no▁100｜><｜hy_place▁holder▁no▁102｜><｜hy_place▁holder▁no▁101｜>",

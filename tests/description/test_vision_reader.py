@@ -20,7 +20,9 @@ def test_every_kind_is_read(kind, tmp_path):
     assert (spec.kind, spec.out, spec.merge) == (kind, 128, KINDS[kind])
     attention = [s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention)]
     windowed = {"gemma4uv": [], "minicpmv4_6": [False, True, False]}
-    windowed |= {name: [True, False] for name in ("qwen2.5vl_merger", "qwen2.5o", "exaone4_5")}
+    windowed |= {
+        name: [True, False] for name in ("qwen2.5vl_merger", "qwen2.5o", "exaone4_5", "muse-glimmer")
+    }
     assert [a.windowed for a in attention] == windowed.get(kind, [False])
     assert bool(spec.reduction) == (kind == "minicpmv4_6")
     assert bool(spec.pixel_norm) == (not attention)

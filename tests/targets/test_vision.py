@@ -48,7 +48,8 @@ OF_KINDS = [
     *(rarely(kind, GraphEncoder) for kind in ("qwen3vl_merger", *OF_SHARED)),
 ]
 OTHERS = [
-    ("qwen2.5vl_merger", {}),
+    rarely("qwen2.5vl_merger", {}),
+    ("muse-glimmer", {}),
     rarely("idefics3", {"side": 36}),
     ("internvl", {}),
     rarely("qwen2vl_merger", {}),
