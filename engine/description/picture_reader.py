@@ -17,6 +17,8 @@ QWEN_TOKENS = {"qwen2vl_merger": (4, 4096), "qwen2.5vl_merger": (4, 4096), "qwen
 _AREA_TOKENS = QWEN_TOKENS | {"kimivl": (8, 1024), "lfm2": (64, 256), "glm4v": (8, 4096)}
 _SAID_AREAS = "dots_ocr", "paddleocr", "phi4", "kimik25", "hunyuanvl", "exaone4_5"
 """Kinds whose files say the least and the most pixels of a picture."""
+_KIMI_TOKENS = 2, 4096
+"""Of Kimi K2.5's pictures, where a file does not say it."""
 _MOST_TOKENS = 8192
 """Of a picture of these: dots.ocr's 14400 would take minutes on most machines."""
 _TILES_A_SIDE, _MOST_TILES = 4, 65
@@ -71,6 +73,8 @@ class PictureReader(CheckedFile):
         align = self.patch * self.merge
         if self.kind in _AREA_TOKENS:
             return SizeRule("area", align, *(n * align**2 for n in reversed(_AREA_TOKENS[self.kind])))
+        if self.kind == "kimik25" and self.key("image_max_pixels") not in self.file.metadata:
+            return SizeRule("area", align, *(n * align**2 for n in reversed(_KIMI_TOKENS)))
         if self.kind in _SAID_AREAS:
             least, most = self.size("image_min_pixels"), self.size("image_max_pixels")
             if not least <= most >= align**2:
