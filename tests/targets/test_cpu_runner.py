@@ -55,6 +55,20 @@ def test_a_prompt_runs_what_later_tokens_need(tmp_path):
     )
 
 
+def test_prompts_of_a_mixture_have_steps_of_two_sizes(tmp_path):
+    """Experts that have few tokens multiply them in small tiles, those that have many in whole ones."""
+    path = generated_model.write(tmp_path / "model.gguf", layers=2, architecture="olmoe", quant="Q8_0")
+    tokens = np.random.default_rng(3).integers(0, 256, 41).tolist()
+    wanted = Reference(path).logits(tokens)
+    text = LoneSequence(CPURunner(opened(path), 64))
+    few, most = text.runner._prefill
+    assert few == 32 and most == text.runner.max_chunk
+    for size in (20, 40):
+        text.prefill(tokens[:size], 0)
+        text.decode(tokens[size], size)
+        assert divergence(wanted[size], text.logits()) < 1e-5
+
+
 @thorough  # a commit is checked with conversations of this length in tests/runtime/test_prefixes.py
 def test_long_context(tmp_path, monkeypatch):
     """A chunk and more, so that attention spans several, and decode at depth, with vectors as long as they can be."""

@@ -19,6 +19,7 @@ from engine.targets.buffer_uses import BufferUses
 from engine.targets.cpu.cache import CPUCache
 from engine.targets.cpu.handlers import HANDLERS
 from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.kernels.experts import few_tokens
 from engine.targets.cpu.kernels.lanes import max_chunk
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
 from engine.targets.cpu.states import CPUStates
@@ -122,6 +123,14 @@ class CPUModel(StepBuffers):
         """The tile for a decode step of so many rows: fewer than `lanes`, so that each row is computed as it is alone
         (`kernels.product.products_of_few`)."""
         return min(1 << (rows - 1).bit_length(), self.lanes // 2)
+
+    @property
+    def prompt_sizes(self) -> list[int]:
+        """The most tokens of the steps of prompts: of a chunk and, in a mixture, of those whose experts have few tokens
+        each."""
+        few = min((few_tokens(part.used, part.count) for part in self.spec.experts), default=0)
+        few = few // self.lanes * self.lanes
+        return [few, self.max_chunk] if 0 < few < self.max_chunk else [self.max_chunk]
 
     def expert_choices(self) -> list[NDArray[np.int32]]:
         """See `ModelRunner.expert_choices`."""

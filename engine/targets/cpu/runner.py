@@ -100,10 +100,12 @@ class CPURunner:
         self._hidden: list[NDArray[np.float32]] = []
         with timeline.span("kernels"):
             decode = {n: step_kernels(model, model.tile_of(n), n) for n in self.row_counts}
-            prefill = step_kernels(model, self._lanes)
-            kernels = [kernel for step in (prefill, *decode.values()) for kernel in step.kernels]
+            prefill = {n: step_kernels(model, self._lanes, most=n) for n in model.prompt_sizes}
+            kernels = [kernel for step in (*prefill.values(), *decode.values()) for kernel in step.kernels]
             pool.compile(kernels)  # all at once, for several compiler processes
-            self._decode, self._prefill = {n: step.compile() for n, step in decode.items()}, prefill.compile()
+            self._decode, self._prefill = (
+                {n: step.compile() for n, step in steps.items()} for steps in (decode, prefill)
+            )
 
     def decode_depths(self, rows: int) -> tuple[int, ...]:
         return (0,)
@@ -133,7 +135,7 @@ class CPURunner:
             assert self._cache.has_blocks(slot.sequence, slot.position + len(slot.inputs) - 1)
             if slot.want == "none":
                 self._set(self._lanes, [slot])
-                self._prefill()
+                self._prefill_of(len(slot.inputs))()
             elif slot.want == "hidden":
                 self._set(self._lanes, [slot])
                 self._hidden.append(self._stream(len(slot.inputs)))
@@ -148,6 +150,9 @@ class CPURunner:
             if not isfinite(self._last[row, token]):
                 best[row] = -1
         return best
+
+    def _prefill_of(self, tokens: int) -> CompiledSequence:
+        return next(step for most, step in self._prefill.items() if tokens <= most)
 
     def _stream(self, n: int) -> NDArray[np.float32]:
         """Runs prefill of the whole model; gives the residual stream of the step's `n` tokens, float32 (n, dim)."""
@@ -189,7 +194,8 @@ class CPURunner:
     def replay(self, step: Step, position: int) -> Replay:
         tile, sequence, n = 1, self._decode[1], 1
         if step == "prefill":
-            tile, sequence, n = self._lanes, self._prefill, min(self.max_chunk, self._context - position)
+            tile, n = self._lanes, min(self.max_chunk, self._context - position)
+            sequence = self._prefill_of(n)
         self._set(tile, [Slot(0, tuple(varied_tokens(n, self._vocab)), position)])
         return Replay(sequence.calls, self._model.uses(), n, sequence, call_s=sequence.call_s)
 

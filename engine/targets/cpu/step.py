@@ -22,10 +22,13 @@ from engine.targets.cpu.model import CPUModel, DraftInput
 from engine.targets.cpu.step_builder import StepBuilder
 
 
-def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False) -> KernelSequence:
+def step_kernels(
+    model: CPUModel, tile: int, rows: int = 0, whole: bool = False, most: int = 0
+) -> KernelSequence:
     """The kernels of a step. With `rows`, decode of as many tokens at most, each of another sequence, with logits; else
-    prefill of as many tiles of tokens as the state says, of the `whole` model or of what later tokens need."""
-    spec, embedding, step = model.spec, model.embedding, StepBuilder(model, tile, rows)
+    prefill of as many tiles of tokens as the state says, at `most` so many tokens or a chunk, of the `whole` model or
+    of what later tokens need."""
+    spec, embedding, step = model.spec, model.embedding, StepBuilder(model, tile, rows, most)
     of_pictures = [] if rows else model.of_pictures
     draft_input, embedded = model.draft_input, step.x
     if embedding.cols != spec.dim or spec.centred or model.added_tables:

@@ -30,9 +30,11 @@ PART_BYTES = 256 << 10  # of a matrix, in each part of its product
 
 @dataclass
 class Tiles:
-    """The tiles of experts that a step has (see `kernels.experts`): `tokens` in all at most, a state with the number of
-    tiles, and their experts. `lists`: the token at each place and the place of each pair; none in decode."""
+    """The tiles of experts that a step has (see `kernels.experts`), of `tile` tokens each: `tokens` in all at most, a
+    state with the number of tiles, and their experts. `lists`: the token at each place and the place of each pair; none
+    in decode."""
 
+    tile: int
     tokens: int
     state: Tensor
     experts: Tensor
@@ -45,10 +47,10 @@ class StepBuilder:
     many tokens there are, if kernels read it. `parts`: of kernels whose threads share the tokens. `of_layers`: of the
     embeddings of layers the products, the weight of their norm, and the rows of the table."""
 
-    def __init__(self, buffers: StepBuffers, tile: int, n_rows: int) -> None:
-        """`n_rows`: of a decode step; 0 in prefill."""
+    def __init__(self, buffers: StepBuffers, tile: int, n_rows: int, most: int = 0) -> None:
+        """`n_rows`: of a decode step; 0 in prefill, of at `most` so many tokens."""
         self.buffers, self.tile, self.n_rows = buffers, tile, n_rows
-        self.tokens = n_rows or buffers.max_chunk
+        self.tokens = n_rows or most or buffers.max_chunk
         self.state = [] if tile == 1 else [buffers.state]
         self.parts = 1 if tile == 1 else 0
         self.sequence = KernelSequence(buffers.pool)
@@ -94,7 +96,8 @@ class StepBuilder:
         experts, `gathered` from the tokens. Each is multiplied by its token's one of the `weights`, if there are any.
         `curve`: of a gate xielu. Returns its outputs by name. `name` tells them from those of another call that are
         still needed."""
-        buffers, tile, cols = self.buffers, self.tile, matrices[0].cols
+        buffers, cols = self.buffers, matrices[0].cols
+        tile = tiles.tile if tiles else self.tile
         names = buffer_names([matrix.layout for matrix in matrices], tile)
         outs = {}
         for kind in names:

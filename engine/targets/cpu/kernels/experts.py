@@ -29,6 +29,20 @@ from engine.targets.cpu.kernels.step_state import TILES, TOKENS
 from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.kernels.weight_layout import LaneLayout
 
+_FEW = 8  # tokens of an expert, on average
+_FEW_TILE = 4  # tokens of a tile of experts that have few
+
+
+def few_tokens(used: int, experts: int) -> int:
+    """The most tokens of a step in which experts have few each."""
+    return _FEW * experts // used
+
+
+def tile_of_experts(tokens: int, used: int, experts: int, tile: int) -> int:
+    """The tokens of a tile of experts, in a step of so many tokens in tiles of `tile`. If experts have few, most of a
+    large tile would be padding; if they have many, small tiles would unpack their weights too often."""
+    return min(tile, _FEW_TILE) if tokens <= few_tokens(used, experts) else tile
+
 
 def expert_shape(rows: int, cols: int, layout: LaneLayout, biased: bool) -> list[int]:
     """The sizes that `expert_product` reads, int32 (4,): groups of rows of one expert; blocks in a row; groups that are

@@ -15,6 +15,7 @@ from engine.targets.cpu.kernels.experts import (
     expert_product,
     group_experts,
     max_tiles,
+    tile_of_experts,
 )
 from engine.targets.cpu.kernels.product import span_of
 from engine.targets.cpu.kernels.stream_size import UNIT
@@ -94,7 +95,7 @@ class ExpertsHandler(Handler):
             parts=step.parts, concurrent=bool(shared),
         )  # fmt: skip
         if tile == 1:
-            tiles = Tiles(part.used, buffers.sizes(part.used), chosen, [])
+            tiles = Tiles(1, part.used, buffers.sizes(part.used), chosen, [])
             if weighed:
                 inputs = step.quantize(step.x, self._firsts, norm=self._norm, weights=probabilities)
         else:
@@ -137,7 +138,8 @@ class ExpertsHandler(Handler):
 
     def _group(self, step: StepBuilder, chosen: Tensor) -> Tiles:
         """Adds the kernel that puts the tokens of each expert into tiles."""
-        part, tile = self._part, step.tile
+        part = self._part
+        tile = tile_of_experts(step.tokens, part.used, part.count, step.tile)
         n = max_tiles(step.tokens, part.used, part.count, tile)
         experts, sources, places, count = (
             step.scratch(name, size, dtypes.int32)
@@ -147,7 +149,7 @@ class ExpertsHandler(Handler):
         )  # fmt: skip
         outs = experts, sources, places, count, self._choices
         step.add(group_experts(part.count, part.used, tile), *outs, step.buffers.state, chosen, parts=1)
-        return Tiles(n * tile, count, experts, [sources, places])
+        return Tiles(tile, n * tile, count, experts, [sources, places])
 
     def add_uses(self, uses: BufferUses) -> None:
         *of_firsts, of_down = self._biases
@@ -178,7 +180,7 @@ def multiply_tiles(
 ) -> None:
     """As `StepBuilder.multiply`, with the experts of the tiles. `shared`: in decode, all experts have the same
     input."""
-    tile = step.tile
+    tile = tiles.tile
     read = [inputs[name] for name in buffer_names([matrix.layout], tile)]
     span = span_of(matrix.cols) if tile > 1 else 1
     kernel = expert_product(matrix.layout, tile, span, shared and tile == 1)

@@ -90,12 +90,12 @@ class LatentAttentionHandler(AttentionHandler):
         h, tile, sizes = self._latent, step.tile, step.buffers.sizes
         n = -(-step.tokens // tile) * h.heads
         if tile == 1:
-            tiles = Tiles(h.heads, sizes(h.heads), sizes(*range(h.heads)), [])
+            tiles = Tiles(1, h.heads, sizes(h.heads), sizes(*range(h.heads)), [])
         else:
             count = step.scratch("head tiles", 1, dtypes.int32)
             step.add(count_tiles(h), count, *step.state, parts=1)
             experts = sizes(*(i % h.heads for i in range(n)))
-            tiles = Tiles(n * tile, count, experts, [sizes(*h.sources(step.tokens, tile))])
+            tiles = Tiles(tile, n * tile, count, experts, [sizes(*h.sources(step.tokens, tile))])
         inputs = step.quantize(rows, [matrix], tiles=tiles, gathered=tile > 1)
         results = step.scratch(name, tiles.tokens * matrix.rows, dtypes.float32)
         multiply_tiles(step, results, matrix, inputs, tiles, self._no_bias, shared=False)
