@@ -177,8 +177,12 @@ def test_what_nobody_timed_does_for_the_next_product_what_gained_with_all_models
     found = [matvec_schedule(stack, chip, "gate and up") for stack in gates]
     assert [s.releases == WAITED for s in found] == [True, True, False] and not any(s.brings for s in found)
     found = [matvec_schedule(stack, chip, "attention's output") for stack in outs]
-    assert [s.brings for s in found] == [2, 0, 0] and all(s.releases == usual_release(s.early) for s in found)
+    assert [s.brings for s in found] == [2, 0, 0]
+    assert [s.releases == usual_release(s.early) for s in found] == [True, True, False]
     assert matvec_schedule(outs[0], chip) == replace(found[0], brings=0)
+    places: list[schedules.Place] = ["", "gate and up", "attention's output", "down"]
+    found = [matvec_schedule(StackedMatrices.single(kinds[2], 3072, 8192), chip, place) for place in places]
+    assert [s.releases == WAITED for s in found] == [False, False, True, True]
     timed, chip = StackedMatrices.single(Q6_K, 16384, 2048), replace(chip, capability="sm_90")
     assert matvec_schedule(timed, chip, "gate and up") == Schedule(32, 8, 8, releases=MET, streams=True)
 

@@ -45,7 +45,7 @@ class DenseHandler(Handler):
         self.gate_up = Product(apart or loading.gate_up(part), place="gate and up" if part.gate else "")
         self.up_bias, self.down_bias = map(loading.vector, (part.up_bias, part.down_bias))
         self.curve = to_device(np.asarray(part.curve, np.float32)) if part.curve else None
-        self.down = loading.product(part.down)
+        self.down = Product(loading.matrices(part.down), place="down")
         self.products = self.gate_up, self.down
 
     def decode(self, step: DecodeStep, norm: Norm) -> None:
