@@ -155,6 +155,51 @@ async def test_commands_are_listed_completed_and_obeyed(history):
         assert user.turns()[-2] == ("user", "/etc/hosts is what?")
 
 
+async def test_what_each_command_does_and_says(history, folder):
+    """Those of the test above and of keys aside."""
+    history.append(past := history.new_chat("m"), Message(role="user", content="Why tides?"))
+    async with chat(FakeEngine(reply("Yes."), reply("No.", thinking="Hm.")), history, size=(150, 40)) as user:
+        await user.idle()
+        session, said = user.app.session, lambda text: " ".join(user.notice().split()).startswith(text)
+        open_chat = lambda: session.conversation.chat_id
+
+        async def tell(command: str, says: str) -> None:
+            await user.say(command)
+            await user.until(lambda: said(says), f"{says!r} after {command}, not {user.notice()!r},")
+            await user.press("ctrl+c") if user.app.prompt.text else None
+
+        for command in "/stats", "/thoughts":
+            await tell(command, "There is no reply yet")
+        await tell("/regenerate", "There is no message yet.")
+        await tell("/think off", "The model does not think from the next prompt on")
+        assert session.think is False
+        await tell("/think on", "The model thinks, if it can, from the next prompt on")
+        await tell("/set top_k 7", "top_k is 7 from the next prompt on.")
+        await tell("/set max_tokens 9", "max_tokens is 9 from the next prompt on.")
+        await tell("/set", "temperature")
+        assert "top_k 7 " in user.notice() and user.notice().endswith("max_tokens 9")
+        await user.say("Is it?")
+        await user.sees("Yes.")
+        await user.idle()
+        await tell("/thoughts", "The model gave the last reply without thoughts")
+        await tell("/stats", "prompt 96 tokens (0 cached)")
+        await tell("/save chat.md", "Saved as chat.md")
+        assert "Is it?" in (folder / "chat.md").read_text()
+        await tell("/save chat.md", "chat.md exists already.")
+        await tell("/open 77", "There is no chat 77")
+        await tell("/open one", "/open needs the number of a chat.")
+        await user.say(f"/open {past}")
+        await user.until(lambda: open_chat() == past)
+        await tell("/system Be brief.", "A new chat under this system prompt")
+        assert session.system == "Be brief." and open_chat() is None
+        await tell("/system none", "A new chat")
+        assert session.system == ""
+        await user.say("/continue")
+        await user.until(lambda: open_chat() not in (None, past))
+        await user.say("/new")
+        await user.until(lambda: open_chat() is None)
+
+
 @thorough
 async def test_tab_and_an_earlier_prompt_leave_the_keys_to_the_prompt(history):
     history.append(history.new_chat("m"), Message(role="user", content="See @no"))
