@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from datetime import datetime
 from unittest import mock
 
 import pytest
 from textual.widgets import Input
 
 from app.chat.history import History
-from app.screens.pages.chats import PAGE, ChatsScreen
+from app.screens.pages.chats import PAGE, ChatsScreen, time_label
 from engine.protocol.events import Message
 from tests.app.driver import chat, stored
 from tests.app.fake_engine import FakeEngine, reply
@@ -152,6 +153,20 @@ async def test_what_matters_in_the_list_is_not_cut_off_on_narrow_screens(history
         await user.sees("y deletes, any")
         await user.press("n", "f2")
         await user.sees("the first prompt")
+
+
+@pytest.mark.parametrize(
+    ("then", "label"),
+    [
+        ((2026, 5, 9, 0, 1), "00:01"),
+        ((2026, 5, 8, 23, 59), "Fri 23:59"),
+        ((2026, 5, 3, 8, 0), "Sun 08:00"),
+        ((2026, 5, 2, 8, 0), "2 May"),
+        ((2025, 12, 31, 8, 0), "31 Dec 2025"),
+    ],
+)
+def test_a_time_is_said_by_how_long_ago_it_was(then, label):
+    assert time_label(datetime(*then).timestamp(), datetime(2026, 5, 9, 14, 5).timestamp()) == label
 
 
 @thorough
