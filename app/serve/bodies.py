@@ -127,7 +127,8 @@ class _Inflate:
         return self._encoding not in ("", "identity")
 
     async def __call__(self, piece: bytes, *, is_last: bool) -> bytes:
-        """Raises ApiError for an encoding that is not known, and for data that is none, or not whole."""
+        """Raises ApiError for an encoding that is not known, and for data that is not of it, or not whole. No data at
+        all are no data: so are requests without a body, whose client says an encoding all the same."""
         if not self._is_known:
             accepted = {"Accept-Encoding": "gzip, deflate"}
             raise ApiError(415, "A request may be compressed with gzip or deflate.", headers=accepted)
@@ -138,7 +139,7 @@ class _Inflate:
             plain = await asyncio.to_thread(self._inflate, piece)
         except zlib.error:
             raise self._invalid() from None
-        if is_last and self._left and not self._inflater.eof:
+        if is_last and self._taken_bytes and self._left and not self._inflater.eof:
             raise self._invalid()
         return plain
 

@@ -150,6 +150,8 @@ async def test_compressed_bodies_are_bounded(served, monkeypatch):
         response = await client.post(CHAT, content=data, headers={"Content-Encoding": encoding})
         assert response.status_code == status and error(response)["message"]
     assert response.headers["accept-encoding"] == "gzip, deflate"
+    nothing = bodies._Inflate("gzip")  # as a GET, whose client says it of all requests
+    assert await nothing(b"", is_last=True) == b"", "else who asks seems to have gone"
 
 
 async def test_grammar_is_of_all_paths(served):
