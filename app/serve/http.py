@@ -31,13 +31,18 @@ class InPieces(Response):
     """A response whose body is sent as its client takes it, and is counted until then, if it is long."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if len(self.body) > PIECE_BYTES:
-            try:
-                scope[HOLDS](len(self.body))
-            except ApiError as error:
-                return await error_response(error, scope["path"])(scope, receive, send)
+        try:
+            _hold(self.body, scope)
+        except ApiError as error:
+            return await error_response(error, scope["path"])(scope, receive, send)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await _send_body(bytes(self.body), send)
+
+
+def _hold(body: bytes | memoryview, scope: Scope) -> None:
+    """Counts a long body to what its request holds. Raises ApiError if there is no room for it."""
+    if len(body) > PIECE_BYTES:
+        scope[HOLDS](len(body))
 
 
 async def _send_body(body: bytes, send: Send) -> None:
@@ -194,21 +199,22 @@ class SlowJson(InPieces):
             return await super().__call__(scope, receive, send)
         try:
             with suppress(ClientGoneError):
-                await while_connected(receive, self._send(send))
+                await while_connected(receive, self._send(scope, send))
         finally:
             await self._close()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, scope: Scope, send: Send) -> None:
         del self.headers["content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         while not self._work.done():
             await send(_part(b" "))
             await asyncio.wait([self._work], timeout=KEEP_ALIVE_S)
         try:
-            value = await self._work
+            body = _json(await self._work)
+            _hold(body, scope)
         except ApiError as error:
-            value = self._failed(error)
-        await _send_body(_json(value), send)
+            body = _json(self._failed(error))
+        await _send_body(body, send)
 
     async def _close(self) -> None:
         self._work.cancel()

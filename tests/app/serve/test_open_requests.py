@@ -5,8 +5,9 @@ import json
 
 import pytest
 
+from app.serve.http import PIECE_BYTES
 from app.serve.routes import application
-from engine.protocol.events import Failed
+from engine.protocol.events import Failed, Token
 from tests.app.fake_engine import READY, TOO_LONG, FakeEngine, reply, tokens
 from tests.app.serve.conftest import HELLO, WEATHER, error
 from tests.app.serve.test_routes import CHAT
@@ -39,9 +40,13 @@ async def test_a_proxy_sees_that_a_silent_stream_lives(served, sent, monkeypatch
 async def test_an_answer_that_is_not_streamed_shows_that_it_lives(served, sent, monkeypatch):
     for name in ("KEEP_ALIVE_S", "QUIET_S"):
         monkeypatch.setattr(f"app.serve.http.{name}", 0.01)
-    engine = FakeEngine([None, *reply("Well.")], [None, TOO_LONG])
+    monkeypatch.setattr("app.serve.bodies.MAX_HELD_BYTES", PIECE_BYTES)
+    too_long = [Token(request_id=0, id=0, text="x" * (2 * PIECE_BYTES))]
+    engine = FakeEngine(
+        [None, *reply("Well.")], [None, TOO_LONG], [None, *reply("")[:-1], *too_long, reply("")[-1]]
+    )
     client, service = served(engine)
-    for n, told in enumerate(("choices", "error"), 1):
+    for n, told in enumerate(("choices", "error", "error"), 1):
         asked = asyncio.ensure_future(client.post(CHAT, json=HELLO))
         await until(lambda n=n: len(engine.requests) == n and len(sent) > 1)
         engine.release()
@@ -51,10 +56,10 @@ async def test_an_answer_that_is_not_streamed_shows_that_it_lives(served, sent, 
         assert "content-length" not in response.headers and service.open == 0
     assert service.handled[1].problem
     task = asyncio.ensure_future(client.post(CHAT, json=HELLO))
-    await until(lambda: len(engine.requests) == 3 and sent)
+    await until(lambda: len(engine.requests) == 4 and sent)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert service.open == 0 and service.handled[2].status == 499
+    assert service.open == 0 and service.handled[3].status == 499
 
 
 @pytest.mark.parametrize("stream", [False, True])
