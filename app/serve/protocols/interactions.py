@@ -5,7 +5,6 @@ server remembers it, as it does that of responses, so that the next interaction 
 """
 
 import base64
-import binascii
 import json
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -23,6 +22,7 @@ from app.serve.protocols.response_body import ResponsesBody, ResponseToolChoice,
 from app.serve.protocols.responses import as_chat
 from app.serve.service import Service
 
+_CONTENTS = ("text", "image", "document", "audio", "video")
 Level = Literal["minimal", "low", "medium", "high", "xhigh"]
 _CHOICES: dict[Any, Literal["auto", "required", "none"]] = {"any": "required", "none": "none"}
 
@@ -115,12 +115,16 @@ def remembered(known: Remembered, request: Request) -> Json:
 
 def _items(given: str | dict[str, Any] | list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The items of a response for a text, contents or steps. Those of kinds that the server does not know are left out.
-    Contents that follow each other are one message. Raises ApiError."""
+    Contents that follow each other are one message; results of functions that are among them come before it. Raises
+    ApiError."""
     if isinstance(given, str):
         yield _message("user", given)
         return
     contents = list[dict[str, Any]]()
     for step in given if isinstance(given, list) else [given]:
+        if contents and step.get("type") not in (*_CONTENTS, "function_result"):
+            yield _message("user", contents)
+            contents = []
         match step:
             case {"type": "user_input", "content": content}:
                 yield _message("user", content)
@@ -142,7 +146,7 @@ def _items(given: str | dict[str, Any] | list[dict[str, Any]]) -> Iterator[dict[
             case {"type": "function_result"}:
                 output = _result(step.get("result"))
                 yield {"type": "function_call_output", "call_id": step.get("call_id"), "output": output}
-            case {"type": "text" | "image" | "document" | "audio" | "video"}:
+            case {"type": kind} if kind in _CONTENTS:
                 contents.append(step)
     if contents:
         yield _message("user", contents)
@@ -183,7 +187,7 @@ def _thought(step: dict[str, Any]) -> str:
     """What the model thought, by the step of an answer: its signature has all of it."""
     try:
         return base64.b64decode(step.get("signature") or "", validate=True).decode()
-    except (TypeError, ValueError, binascii.Error):
+    except (TypeError, ValueError):
         return ""
 
 

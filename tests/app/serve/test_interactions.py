@@ -105,6 +105,17 @@ async def test_what_is_remembered(served):
     assert (await client.delete(place)).json() == {} and (await client.get(place)).status_code == 404
 
 
+async def test_contents_stand_where_they_are_among_steps(served):
+    engine = FakeEngine(reply("Yes"))
+    client, _ = served(engine)
+    text = lambda said: {"type": "text", "text": said}
+    await client.post(
+        PATH, json={"input": [text("A"), text("B"), {"type": "model_output", "content": "C"}, text("D")]}
+    )
+    said = [(message.role, message.content) for message in engine.requests[0].prompt.messages]
+    assert said == [("user", "AB"), ("assistant", "C"), ("user", "D")]
+
+
 async def test_settings_and_schemas(served):
     engine = FakeEngine(*[reply("{}")] * 3)
     client, _ = served(engine)
