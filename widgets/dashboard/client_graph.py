@@ -55,9 +55,8 @@ class ClientGraph(Pane[ClientThroughput]):
         head: Line = [(total, "strong"), (prefill, "dim"), (first, "dim")]
         clients = _clients(data)
         legend = _legend(clients, _named(rates, clients), width)
-        if (
-            0 < (shown := height - 2 - MIN_GRAPH_ROWS) < len(legend)
-        ):  # the graph comes before the last clients
+        shown = height - 2 - MIN_GRAPH_ROWS
+        if 0 < shown < len(legend):  # the graph comes before the last clients
             legend = [*legend[: shown - 1], [*legend[shown - 1], (" …", "dim")]]
         rows = height - 1 - len(legend) - 1
         if rows < MIN_GRAPH_ROWS or width < 3 * MARGIN:
