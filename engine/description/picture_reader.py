@@ -71,10 +71,11 @@ class PictureReader(CheckedFile):
 
     def size_rule(self) -> SizeRule:
         align = self.patch * self.merge
-        if self.kind in _AREA_TOKENS:
-            return SizeRule("area", align, *(n * align**2 for n in reversed(_AREA_TOKENS[self.kind])))
+        tokens = _AREA_TOKENS.get(self.kind)
         if self.kind == "kimik25" and self.key("image_max_pixels") not in self.file.metadata:
-            return SizeRule("area", align, *(n * align**2 for n in reversed(_KIMI_TOKENS)))
+            tokens = _KIMI_TOKENS
+        if tokens:
+            return SizeRule("area", align, *(n * align**2 for n in reversed(tokens)))
         if self.kind in _SAID_AREAS:
             least, most = self.size("image_min_pixels"), self.size("image_max_pixels")
             if not least <= most >= align**2:

@@ -25,7 +25,8 @@ class SizeRule:
     """Sides become multiples of `align`. "square": both `most`. "area": the nearest ones with an area of `least` to
     `most` pixels. "tokens": the largest with at most `most` squares of `align`, none longer than `longest`. "sides":
     none longer than `most`, and then up to the next multiples. "mean": the nearest ones to an area of `most` x
-    `most`. "shape": of those next to a picture's with at most `most` squares of `align`, whose shape is nearest."""
+    `most`. "shape": of the multiples below and above the sides of a picture, or of its sides at an area of `most`
+    squares of `align` if it is larger, those with at most `most` squares whose shape is nearest."""
 
     how: Literal["square", "area", "tokens", "sides", "mean", "shape"]
     align: int
@@ -203,7 +204,7 @@ def _even(side: float) -> int:
 
 
 def _of_nearest_shape(width: int, height: int, align: int, most: int) -> tuple[int, int]:
-    """Columns and rows of squares, the most of those whose shape is as near."""
+    """Columns and rows of squares for "shape" (`SizeRule`); of shapes that are as near, those with the most squares."""
     across, down = width / align, height / align
     if across * down > most:
         across, down = math.sqrt(most * width / height), math.sqrt(most * height / width)

@@ -321,6 +321,7 @@ class VisionSpec:
 
     @property
     def has_windows(self) -> bool:
+        """Whether some attention is `windowed`."""
         return self.window > 0 or self.reduction is not None
 
     @property

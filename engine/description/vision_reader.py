@@ -413,10 +413,12 @@ class _Reader(ProjectorReader, PictureReader):
         """That of MiniCPM-V 4.6. Files with `merge` 2 have none."""
         if self.kind != "minicpmv4_6" or self.merge == 2:
             return None
+        if self.merge != 4:
+            raise damaged(self.file.path, f"{self.merge} patches a side become a token")
         key = self.key("wa_layer_indexes")
         found = self.file.get(key, np.ndarray, np.zeros(1, np.int32))
         after = int(found[0]) if len(found) and found.dtype.kind in "iu" else -1
-        if not 0 <= after < layers or self.merge != 4:
+        if not 0 <= after < layers:
             raise damaged(self.file.path, f"{key} is no layer of {layers}")
         joined, width = 4 * self.dim, self.rows_of(f"{_REDUCTION}ds_ffn_up")
         up = self.linear(f"{_REDUCTION}ds_ffn_up", width, joined)

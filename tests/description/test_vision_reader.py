@@ -109,6 +109,23 @@ def test_impossible_sizes_are_refused(key, value, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "key, value, sentence",
+    [
+        ("projector.scale_factor", 3, "3 patches a side become a token"),
+        ("wa_layer_indexes", 2, "wa_layer_indexes is no layer of 2"),
+    ],
+)
+def test_a_reduction_that_cannot_be_is_named(key, value, sentence, tmp_path):
+    path = generated_encoder.write(tmp_path / "e.gguf", "minicpmv4_6")
+    reader = gguf.GGUFReader(path, "r+")
+    field = reader.fields[f"clip.vision.{key}"]
+    field.parts[field.data[0]][0] = value
+    reader.data.flush()
+    with pytest.raises(ModelFileError, match=sentence):
+        read_vision(GGUF(path))
+
+
+@pytest.mark.parametrize(
     "rule, size, wanted",
     [
         (SizeRule("square", 56, 896), (100, 900), (896, 896)),
@@ -119,6 +136,10 @@ def test_impossible_sizes_are_refused(key, value, tmp_path):
         (SizeRule("tokens", 48, 280, longest=8160), (1, 9000), (48, 8160)),
         (SizeRule("sides", 28, 1540), (3080, 1000), (1540, 504)),
         (SizeRule("mean", 14, 448), (100, 200), (322, 630)),
+        (SizeRule("shape", 28, 4096), (100, 100), (112, 112)),
+        (SizeRule("shape", 28, 4096), (640, 300), (644, 308)),
+        (SizeRule("shape", 28, 4096), (9000, 9000), (1792, 1792)),
+        (SizeRule("shape", 28, 4096), (9, 200000), (28, 114688)),
     ],
 )
 def test_sizes(rule, size, wanted):

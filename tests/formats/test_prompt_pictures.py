@@ -105,6 +105,11 @@ FAKE = "<fake_token_around_image>"
             "<|image_start|>-<|tile_x_separator|>-<|tile_y_separator|>-<|tile_x_separator|>-<|tile_y_separator|>"
             "<|image|>--<|image_end|>",
         ),
+        ("minicpmv4_6", [WHOLE], "<image_id>0</image_id><image>--</image>"),
+        (
+            "minicpmv4_6", [WHOLE, *DOWN],
+            "<image_id>0</image_id><image>--</image><slice>---</slice>\n<slice>---</slice>",
+        ),
         (
             "resampler 2.5", [WHOLE, *ACROSS],
             "<image>--</image><slice><image>-</image><image>-</image>\n<image>-</image><image>-</image></slice>\n",

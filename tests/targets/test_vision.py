@@ -13,6 +13,7 @@ from engine.description.vision_reader import KINDS, read_vision
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
 from engine.loading.weights import FileWeights
+from engine.targets.cpu import picture_chunks
 from engine.targets.cpu.kernels.memory import view
 from engine.targets.cpu.runner import CPURunner
 from engine.targets.cpu.vision import CPUEncoder, lacks, scratch_bytes
@@ -87,12 +88,17 @@ def test_embeddings_are_the_references(kind, target, reference, tmp_path, monkey
 
 @pytest.mark.parametrize("kind, how", OTHERS)
 @pytest.mark.parametrize("target", [CPUEncoder, rarely(GraphEncoder)])
-def test_embeddings_are_those_of_the_description(kind, how, target, tmp_path):
-    """Of windows some are whole, and others at the edges. A tile has pixels that are of no patch."""
+def test_embeddings_are_those_of_the_description(kind, how, target, tmp_path, monkeypatch):
+    """Of windows some are whole, and others at the edges. A tile has pixels that are of no patch. Pictures are in
+    several chunks."""
+    monkeypatch.setattr(picture_chunks, "MOST_TILES", 2)
     path = generated_encoder.write(tmp_path / "e.gguf", kind, patch=8, **how)
     wanted, encoder = ReferenceEncoder(path), open_encoder(path, target)
-    got, expected = embeddings(encoder, noise(150, 100)), wanted(*resized(encoder.spec, noise(150, 100)))
+    rgbs = resized(encoder.spec, noise(150, 100))
+    got, expected = embeddings(encoder, noise(150, 100)), wanted(*rgbs)
     assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
+    *_, last = encoder._encode(rgbs[0])
+    assert last.done == last.total - 1  # the projector is left
 
 
 @thorough

@@ -152,7 +152,7 @@ class CPUEncoder:
         grid = Grid.of(spec, rgb.shape[1], rgb.shape[0])
         of = encoder_input(spec, rgb, self._vectors.__getitem__)
         chunks = list(chunks_of(len(of.patches), self._lanes))
-        total = len(chunks) * sum(map(len, self._sequences)) + 1
+        total = self._n_parts(len(of.patches))
         yield Progress(0, total)
         first, *more = (self._linear(Linear(kernel), of.patches) for kernel in spec.kernels)
         x = sum(more, start=first)
@@ -193,6 +193,12 @@ class CPUEncoder:
     def preparations(self) -> Sequence[Callable[[], None]]:
         """None: all kernels were compiled when the encoder was opened."""
         return ()
+
+    def _n_parts(self, n: int) -> int:
+        """The parts of the work of n patches: sublayers by chunks, and the first projector."""
+        before = self.spec.reduction.sublayers if self.spec.reduction else len(self._sequences)
+        of = (n, self._sequences[:before]), (n // self.spec.square**2, self._sequences[before:])
+        return 1 + sum(len([*chunks_of(k, self._lanes)]) * sum(map(len, sequences)) for k, sequences in of)
 
     def _rows(self, n: int) -> Floats:
         """The first n rows of the stream."""
