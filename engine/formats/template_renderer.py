@@ -84,7 +84,10 @@ class TemplateRenderer:
         raise AssertionError(answer)
 
     def _started(self) -> LimitedProcess:
-        process = _ahead.pop() if _ahead else _process()
+        process: LimitedProcess | None = None
+        with suppress(IndexError):  # another template, or another thread, has it
+            process = _ahead.pop()
+        process = process or _process()
         process.write(_line(self._source))
         return process
 

@@ -44,10 +44,8 @@ from tests.kernels.gpu.rendered import compile_nothing
 from tests.tier import THOROUGH
 
 MET: Release = "before its first barrier"
-SHORT, LONG = (
-    Schedule(4, 8, 2, 0, True, MET),
-    Schedule(2, 16, 2, 3, True, MET),
-)  # of one step, and with a loop
+SHORT = Schedule(4, 8, 2, 0, early=True, releases=MET)  # of one step
+LONG = Schedule(2, 16, 2, 3, early=True, releases=MET)  # with a loop
 SIZE = 1 << 24  # of all buffers
 INTEGERS = {"experts", "counts", "largest_rows", "tables", "state", "prompt"}
 

@@ -55,13 +55,18 @@ class Gathered:
     runs: int
     slot: int
 
+    def __post_init__(self) -> None:
+        assert self.tokens == 1 or self.tokens % _TILE == 0
+        assert self.runs == RUNS // 2 or self.runs % RUNS == 0
+
     @property
     def n_bytes(self) -> int:
-        """Shared memory."""
+        """Of the shared memory."""
         return self.tokens * self.runs * RUN * 2
 
     @property
     def array(self) -> UOp:
+        """float16 (tokens * runs * RUN,), in the order of `place`."""
         return shared(self.tokens * self.runs * RUN, self.slot, F16)
 
     @property
@@ -81,7 +86,8 @@ class Gathered:
         threads: int, is_live: Callable[[UOp], UOp] | None = None,
     ) -> list[UOp]:  # fmt: skip
         """A thread's stores, of `threads`, once the stores to the array are done (`gathered`). The block's tokens and
-        runs begin with the first ones. `is_live`: whether a token is to be stored."""
+        runs begin with `first_token` and `first_run` of `out`, float16 activations of `cols` columns. `is_live`:
+        whether a token of `out` is to be stored."""
         array, stores = self.array.after(UOp.group(*gathered)), list[UOp]()
         (tile, together), n = self._shape, self.tokens * self.runs
         for i in range(-(-n // threads)):

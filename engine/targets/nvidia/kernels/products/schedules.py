@@ -134,8 +134,8 @@ def _for_the_next(s: Schedule, stack: StackedMatrices, place: Place) -> Schedule
     if stack.digits:  # not timed
         return s
     if floats := sum(layout.format is None for layout, _ in stack.matrices):
-        ends = place in ("attention's output", "down") and floats == len(stack.matrices)  # a half of a layer
-        return replace(s, releases="after its wait") if ends else s
+        is_end = place in ("attention's output", "down") and floats == len(stack.matrices)
+        return replace(s, releases="after its wait") if is_end else s
     is_small = stack.n_bytes < stack.rows * stack.cols
     brings = _BROUGHT_BY_OUTPUT if place == "attention's output" and is_small else 0
     return replace(s, releases="after its wait" if place == "gate and up" else s.releases, brings=brings)

@@ -33,8 +33,8 @@ def staged_bytes(tiles: int, buffers: int = BUFFERS) -> int:
 @dataclass(frozen=True)
 class StagedTiles:
     """Tiles `first` to first + count - 1 of 16 tokens, of activations `x` of so many `steps` a row, in which those of a
-    tile and a step are neighbours (`matmul.fragment_index`, `eights.eights_index`). `thread` is the number of
-    the current one of the block's `threads`. `slot`: that of the shared memory, which has so many `buffers`."""
+    tile and a step are neighbours (`matmul.fragment_index`, `eights.eights_index`). `thread` is the number of the
+    current one of the block's `threads`. `slot`: that of the shared memory, which has so many `buffers`."""
 
     x: UOp
     steps: int

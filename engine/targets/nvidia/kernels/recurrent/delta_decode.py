@@ -162,11 +162,10 @@ def delta_decode(
     float32, permuted and scaled for the next product, else its activations, float16 in an `order`, from `out_row` on;
     with several `parts`, for one token, it is not normed, and squares are partial sums of its squares, float32 (value,
     parts); memory, float32 (memory_size,); rows, the product with the input, float32 (rows,), for each token: channels,
-    gate, beta, alpha; conv, the convolution's weights, float32 (channels,
-    taps); decay and decay_bias, float32 (value,) each; norm, its weight, float32 (size,); state, that of the step:
-    int32 (2,), token and position, with room for several sequences (3,) with the sequence, of several tokens (4,
-    tokens): tokens, positions, sequences, and whether there is a token; for one token input_scale, the result's,
-    float32 (UNIT,)."""
+    gate, beta, alpha; conv, the convolution's weights, float32 (channels, taps); decay and decay_bias, float32 (value,)
+    each; norm, its weight, float32 (size,); state, that of the step: int32 (2,), token and position, with room for
+    several sequences (3,) with the sequence, of several tokens (4, tokens): tokens, positions, sequences, and whether
+    there is a token; for one token input_scale, the result's, float32 (UNIT,)."""
     h, size = heads, heads.size
     assert parts == 1 or (not tokens and size // parts % 8 == 0)
 
