@@ -109,10 +109,11 @@ class Endpoints:
         return data, await while_connected(request.receive, work)
 
     def _earlier_bytes(self, request: Request, body: object) -> int:
-        """What the server remembers of the conversation that a request goes on with. Raises ApiError if there is no
-        room for it."""
-        id = getattr(body, "earlier_id", None)
-        n_bytes = self._conversations.size_bytes(id, _owner(request)) if id else 0
+        """What the server remembers of the conversation that a request goes on with, and of the items that it names.
+        Raises ApiError if there is no room for that."""
+        id, names, owner = getattr(body, "earlier_id", None), getattr(body, "named_ids", ()), _owner(request)
+        n_bytes = self._conversations.size_bytes(id, owner) if id else 0
+        n_bytes += sum(self._conversations.item_bytes(name, owner) for name in {*names})
         request.scope[HOLDS](n_bytes)
         return n_bytes
 

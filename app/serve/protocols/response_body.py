@@ -64,9 +64,20 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
         return self.previous_response_id
 
     @property
+    def named_ids(self) -> list[str]:
+        """Of the items of earlier responses that `input` only names."""
+        given = self.input if isinstance(self.input, list) else ()
+        return [f"{item.get('id')}" for item in given if is_name(item)]
+
+    @property
     def is_stored(self) -> bool:
         return self.store is not False
 
 
 Spaces = dict[str, tuple[str, str]]
 """Of functions that are in a namespace: that, and their own name, by the name that the model sees."""
+
+
+def is_name(item: dict[str, Any]) -> bool:
+    """Whether an item of an input stands for one of an earlier response."""
+    return item.get("type") == "item_reference" or item.keys() == {"id"}

@@ -32,7 +32,7 @@ from app.serve.protocols.common.reply import Asked, Json
 from app.serve.protocols.common.requests import MAX_USER
 from app.serve.protocols.common.thinking import Reasoning
 from app.serve.protocols.common.tools import Allowed, Choice, Function, Named, Tool, ToolChoice, nested
-from app.serve.protocols.response_body import ResponsesBody, ResponseToolChoice, Spaces, TextConfig
+from app.serve.protocols.response_body import ResponsesBody, ResponseToolChoice, Spaces, TextConfig, is_name
 from app.serve.protocols.response_reply import SEALED, ResponseReply
 from app.serve.protocols.shortening import shorten
 from app.serve.service import Service
@@ -94,8 +94,7 @@ def as_chat(
     if body.input is None:
         given = []
     before = kept.get(body.previous_response_id, owner).items if body.previous_response_id else []
-    names = [f"{item.get('id')}" for item in given if _is_name(item)]
-    if sum(kept.item_bytes(id, owner) for id in names) > MAX_BODY_BYTES:
+    if sum(kept.item_bytes(id, owner) for id in body.named_ids) > MAX_BODY_BYTES:
         raise ApiError(
             413, f"The items that input names have more than {MAX_BODY_BYTES >> 20} MiB.", param="input"
         )
@@ -121,16 +120,12 @@ def as_chat(
     return made, spaces, items
 
 
-def _is_name(item: dict[str, Any]) -> bool:
-    return item.get("type") == "item_reference" or item.keys() == {"id"}
-
-
 def _named_item(
     item: dict[str, Any], kept: Conversations, owner: str, param: str, named: set[str]
 ) -> dict[str, Any]:
     """The item that is meant, if one only names an item of an earlier response, and none of those that are `named`
     already: a name is short, and what it stands for may be long. Raises ApiError."""
-    if not _is_name(item):
+    if not is_name(item):
         return item
     id = f"{item.get('id')}"
     if id in named:

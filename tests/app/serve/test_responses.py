@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import msgspec
 import pytest
 
 from app.serve import bodies
@@ -139,7 +140,10 @@ async def test_items_that_are_named(served, monkeypatch):
     first = (await client.post(PATH, json={"input": [who]}, headers=keys[0])).json()
     thought, said = ({"type": "item_reference", "id": item["id"]} for item in first["output"])
     asked = {"input": [who, thought, {"id": said["id"]}, sure]}
+    held, hold = [], bodies._Share.hold_more
+    monkeypatch.setattr(bodies._Share, "hold_more", lambda share, n: held.append(n) or hold(share, n))
     second = (await client.post(PATH, json=asked, headers=keys[0])).json()
+    assert held == [sum(len(msgspec.json.encode(item)) for item in first["output"])], "as if they were sent"
     _, turn, _ = engine.requests[1].prompt.messages
     assert (turn.thinking, turn.content) == ("Hm.", "Bob.")
     asked = {"input": "?", "previous_response_id": second["id"]}
