@@ -1,4 +1,4 @@
-"""Encoders of pictures on our kernels, beside the one for CPUs; and attention of patches."""
+"""Encoders of pictures on our kernels, beside a float32 pass in numpy; and attention of patches."""
 
 import contextlib
 import tempfile
@@ -14,7 +14,6 @@ from engine.formats.gguf import GGUF
 from engine.kernels.compilation import compile_all
 from engine.loading.weights import FileWeights, Weights
 from engine.runtime.pictures import PictureRoom, Progress
-from engine.targets.cpu.vision import CPUEncoder
 from engine.targets.nvidia import picture_steps, vision
 from engine.targets.nvidia.kernels.pictures.patch_attention import PatchTiling, attend_patches
 from engine.targets.nvidia.kernels.pictures.patches import PatchHeads, rotate_patches
@@ -24,6 +23,7 @@ from engine.targets.nvidia.vision import NvidiaEncoder
 from tests import generated_encoder
 from tests.kernels.gpu.buffers import buffer, close, prompt_index, rng, run, zeros
 from tests.reference import Reference, divergence
+from tests.reference_encoder import ReferenceEncoder
 from tests.seen_tokens import model_with_parts, seen_tokens
 from tests.targets.lone_sequence import LoneSequence
 from tests.tier import THOROUGH
@@ -50,12 +50,13 @@ def begun(work):
 
 @contextlib.contextmanager
 def encoders(kind, **how):
-    """One on our kernels, and one for CPUs."""
+    """One on our kernels, and its float32 reference."""
     with tempfile.TemporaryDirectory() as folder:
-        file = GGUF(generated_encoder.write(Path(folder) / "e.gguf", kind, half=True, **how))
+        path = generated_encoder.write(Path(folder) / "e.gguf", kind, half=True, **how)
+        file = GGUF(path)
         spec = read_vision(file)
         weights = FileWeights(file, list(spec.weights()), lambda _: None)
-        yield NvidiaEncoder(weights, spec), CPUEncoder(weights, spec)
+        yield NvidiaEncoder(weights, spec), ReferenceEncoder(path)
 
 
 def encoder_of(kind, pictures, **how):
@@ -63,7 +64,7 @@ def encoder_of(kind, pictures, **how):
         side = encoder.spec.patch * encoder.spec.merge
         for across, down in pictures:  # in tokens
             rgb = rng.integers(0, 256, (down * side, across * side, 3), np.uint8)
-            close(encoded(encoder, rgb), encoded(wanted, rgb), 4e-3)
+            close(encoded(encoder, rgb), wanted(rgb), 4e-3)
 
 
 def check_an_encoder_with_gates() -> None:
@@ -82,7 +83,7 @@ def check_pictures_whose_parts_alternate() -> None:
         both = [encoder.encode([rgb]) for rgb in pictures]
         assert [begun(work).done for work in both] == [1, 1]
         for work, rgb in zip(both, pictures, strict=True):
-            close(rest_of(work), encoded(wanted, rgb), 4e-3)
+            close(rest_of(work), wanted(rgb), 4e-3)
 
 
 def check_what_is_prepared_for_pictures() -> None:
@@ -128,7 +129,7 @@ def check_an_encoder_of_tiles() -> None:
         side = encoder.spec.patch * encoder.spec.merge
         sizes = (8, 8), (8, 8), (5, 9)
         rgbs = [rng.integers(0, 256, (down * side, across * side, 3), np.uint8) for across, down in sizes]
-        close(encoded(encoder, *rgbs), encoded(wanted, *rgbs), 4e-3)
+        close(encoded(encoder, *rgbs), wanted(*rgbs), 4e-3)
 
 
 def check_an_encoder_with_a_summary() -> None:

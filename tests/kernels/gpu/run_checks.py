@@ -28,10 +28,8 @@ from typing import TYPE_CHECKING, Any
 from tinygrad import Device, UOp, codegen
 
 from engine.backends import install
-from engine.devices.clang import find_clang
 from engine.fixes import graph_nodes, graph_rewrites, index_lowering, program_cache, slice_shapes
 from engine.kernels import compilation
-from tests import environment
 from tests.kernels.gpu.alignment import prove_uops
 from tests.tier import THOROUGH
 
@@ -127,8 +125,6 @@ def run(check: Callable[[], None], is_on_board: bool) -> str:
 
 
 def main(*names: str) -> None:
-    environment.shorten_vectors()
-    environment.lower_attention()
     gc.disable()  # a fifth of the time that kernels take to compile
     graph_nodes.apply()
     graph_rewrites.apply()
@@ -138,8 +134,6 @@ def main(*names: str) -> None:
     prove_alignment()
     if not THOROUGH:
         compile_what_runs()
-    if clang := find_clang():
-        os.environ["CC"] = clang  # encoders are held against the CPU's
     if os.environ["DEV"] == "CUDA":  # kernels compile there as the engine's do
         install("CUDA")
     is_on_board = os.environ["DEV"].endswith("NV")
