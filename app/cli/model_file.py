@@ -11,7 +11,7 @@ from app.cli.progress import say
 from engine.catalog import cache
 from engine.catalog.drafters import drafter_beside
 from engine.catalog.files import models_among
-from engine.catalog.names import WebFile, draft_for, hub_address, parse
+from engine.catalog.names import WebFile, draft_for, hub_hint, parse
 from engine.errors import ModelFileError, UsageError
 from engine.system.invocation import call
 from presets import GUIDE, guide_path
@@ -52,8 +52,8 @@ def model_path(
     if not kind and path.is_symlink():
         what = f"{path} is a link to {one_line(str(path.readlink()))}, which is not there."
     hint = f"GGUF files there: {names}." if nearby else f"Give the path of a GGUF file: {option}."
-    if not (nearby or path.exists()) and (address := hub_address(name)):
-        hint = f"A model of the Hugging Face hub is {address}."
+    if not (nearby or path.exists()):
+        hint = hub_hint(name) or hint
     raise ModelFileError(what, hint)
 
 

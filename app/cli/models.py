@@ -15,7 +15,7 @@ from app.chat.settings import Settings
 from app.cli import options
 from app.cli.download import fetch, write_json
 from engine.catalog import cache
-from engine.catalog.names import draft_for, hub_address
+from engine.catalog.names import draft_for, hub_hint
 from engine.description.architectures import read_spec
 from engine.description.spec import ModelSpec
 from engine.errors import ModelFileError, OrinError, UsageError
@@ -122,10 +122,7 @@ def pull(args: Namespace, aliases: Mapping[str, str]) -> None:
 
 def _meant(name: str) -> str:
     """What to do about a model's name that is a path where nothing is."""
-    address = hub_address(name)
-    return (
-        f"A model of the Hugging Face hub is {address}." if address else "Check the path for a typing error."
-    )
+    return hub_hint(name) or "Check the path for a typing error."
 
 
 # --- rm ------------------------------------------------------------------------------------------------

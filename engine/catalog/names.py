@@ -94,8 +94,8 @@ def parse(text: str, aliases: Mapping[str, str] = {}) -> Source:
     `aliases` (the user's names, for a path, a URL or a known name), else a known model, else a path that does not
     exist, if `text` looks like a path.
 
-    Raises ModelFileError for an unknown name, with the most similar names. Hyphens in known names do not count: others
-    write ministral-3:3b.
+    Raises ModelFileError for an unknown name, with the most similar names. What separates the parts of a known name
+    does not count: others write ministral-3:3b, or Qwen3 4B.
     """
     text = local_path(text.strip())
     path, exists = _path(text)
@@ -106,8 +106,8 @@ def parse(text: str, aliases: Mapping[str, str] = {}) -> Source:
     names = {name.lower(): name for name in aliases}
     if name := names.get(text.lower()):
         return parse(aliases[name])
-    wanted = text.lower().replace("-", "")
-    if model := next((model for model in known_models() if model.name.replace("-", "") == wanted), None):
+    wanted = without_separators(text)
+    if model := next((model for model in known_models() if without_separators(model.name) == wanted), None):
         return model.source
     if path is not None and (os.sep in text or text.lower().endswith(".gguf")):
         return path.absolute()
@@ -121,11 +121,17 @@ def local_path(text: str) -> str:
     return unquote(path) if text.startswith("file://") and path.startswith("/") else text
 
 
-def hub_address(text: str) -> str:
-    """The address on the hub that is meant by `user/repository[:quantization]` or `hf:` before it; "" for other
-    text."""
+def without_separators(name: str) -> str:
+    """`name` in small letters, without what may stand between its parts: a space, a hyphen, an underscore, a colon."""
+    return re.sub(r"[\s:_-]", "", name.lower())
+
+
+def hub_hint(text: str) -> str:
+    """A sentence with the address on the hub that is meant by `user/repository[:quantization]` or `hf:` before it; ""
+    for other text."""
     found = _ON_HUB.fullmatch(re.sub(r"^(?:hf|huggingface):", "", text))
-    return f"hf.co/{found[0]}" if found and not text.lower().endswith(".gguf") else ""
+    is_meant = found and not text.lower().endswith(".gguf")
+    return f"A model of the Hugging Face hub is hf.co/{found[0]}." if found and is_meant else ""
 
 
 def short_name(source: Source, aliases: Mapping[str, str] = {}) -> str:

@@ -14,7 +14,15 @@ from engine.catalog.files import (
     pick,
     quantization_of,
 )
-from engine.catalog.names import HubModel, WebFile, draft_for, known_models, parse, short_name
+from engine.catalog.names import (
+    HubModel,
+    WebFile,
+    draft_for,
+    known_models,
+    parse,
+    short_name,
+    without_separators,
+)
 from engine.description.architectures import check_architecture
 from engine.errors import ModelFileError
 from engine.formats.ggml_types import GGML_TYPES
@@ -126,7 +134,7 @@ def test_draft_models_are_known_too():
 
 
 def test_known_models_can_run():
-    unique = {model.name.replace("-", "") for model in known_models()}
+    unique = {without_separators(model.name) for model in known_models()}
     assert len(unique) == len(known_models()) > 15
     for model in known_models():
         assert model.name == model.name.lower() and model.quantization in PREFERRED
@@ -137,7 +145,7 @@ def test_names_of_ollama_for_families():
     wanted = ("gemma3:1b", "gemma3:4b", "phi3.5", "phi4-mini", "smollm3", "granite3.3:2b", "granite3.3:8b")
     wanted += ("olmoe:7b", "qwen3:30b-a3b", "qwen3-coder:30b", "gpt-oss:20b")
     assert {*wanted, "ministral3:3b"} <= {model.name for model in known_models()}
-    assert parse("llama-3.2:1b") == parse("llama3.2:1b")
+    assert parse("llama-3.2:1b") == parse("Llama 3.2 1B") == parse("llama3.2:1b")
 
 
 # --- files ---------------------------------------------------------------------------------------------

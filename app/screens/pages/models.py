@@ -16,7 +16,7 @@ from app.screens.pages.list_page import ListPage, show_line
 from engine.catalog import cache
 from engine.catalog.downloads import find_on_hub
 from engine.catalog.memory_fit import fits, memory_bytes
-from engine.catalog.names import HubModel, Source, parse
+from engine.catalog.names import HubModel, Source, hub_hint, parse, without_separators
 from engine.errors import ModelFileError, OrinError
 from widgets.entry_list import EntryList
 from widgets.page import Frame
@@ -96,11 +96,13 @@ class ModelsScreen(ListPage[Entry, Entry | None]):
 
     def find(self, text: str) -> list[Entry]:
         """The models with a matching name, the best match first, below the source that the text itself names."""
-        if not text:
+        letters = without_separators(text)  # "qwen3 4b" finds qwen3:4b
+        if not letters:
             self._hits = {}
             return self.models
-        matches = [(*self._fuzzy.match(text, model.name), model) for model in self.models]
-        matches = sorted((match for match in matches if match[0]), key=lambda match: -match[0])
+        matches = [(*self._fuzzy.match(letters, model.name), model) for model in self.models]
+        matches = [match for match in matches if match[0]]
+        matches.sort(key=lambda match: (without_separators(match[2].name) != letters, -match[0]))
         self._hits = {model.name: tuple(hits) for _, hits, model in matches}
         named = self._named_by(text)
         return [*([named] if named else []), *(model for _, _, model in matches)]
@@ -121,7 +123,11 @@ class ModelsScreen(ListPage[Entry, Entry | None]):
         with contextlib.suppress(ModelFileError):
             if isinstance(path := parse(text, self.names), Path):
                 shown = one_line(str(path))
-                return f"{shown} is a folder." if path.is_dir() else f"There is no file {shown}."
+                return (
+                    f"{shown} is a folder."
+                    if path.is_dir()
+                    else f"There is no file {shown}. {hub_hint(text)}"
+                )
         return super().nothing_found(text)
 
     def line(self, model: Entry) -> Content:

@@ -117,8 +117,9 @@ async def test_without_a_network_sizes_are_not_known(hub, monkeypatch):
 
 async def test_search_is_fuzzy_and_the_best_comes_first(hub):
     async with opened() as user:
-        await user.type("nf16")
-        assert user.chosen == "noise:f16" and len(user.rows()) == 1
+        for text in ("nf16", "Noise F16", "noise-f16"):
+            await user.type(text)
+            assert user.chosen == "noise:f16" and len(user.rows()) == 1
         await user.type("nothing at all")
         assert "No model has this name" in user.text()
         await user.press("enter", "down", "delete")
@@ -212,6 +213,8 @@ async def test_repositories_addresses_and_files_can_be_typed(hub, home):
         assert "No model has this name" in user.text()
         await user.type(str(home / "typo.gguf"))
         assert f"There is no file {home / 'typo.gguf'}." in user.text()
+        await user.type("someone/some-GGUF")
+        assert "A model of the Hugging Face hub is hf.co/someone/some-GGUF." in user.text()
         await user.type(f"{home}/")
         assert f"{home} is a folder." in user.text()
         await user.type(str(mine))
