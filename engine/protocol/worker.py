@@ -56,6 +56,7 @@ from engine.protocol.events import (
 from engine.protocol.outbox import Outbox, die
 from engine.protocol.served_model import Model, Report
 from engine.protocol.transport import Deframer, frame, read_all
+from engine.system.child_process import end_children
 from engine.system.heap import keep_small
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class _Server:
             die()
         for child in multiprocessing.active_children():
             child.kill()
+        end_children()
         self._outbox.close()
         commands_fd = os.memfd_create("commands", 0)
         os.write(commands_fd, self._inbox.close())

@@ -50,6 +50,16 @@ def kill(child: subprocess.Popen[Any]) -> None:
         pass
 
 
+def end_children() -> None:
+    """Kills the children of this process and waits for their ends: a program that takes its place (exec) would not know
+    them, and they would stay as zombies. Does nothing on a kernel that does not list them."""
+    for children in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended, or another one has waited for the child
+            for child in map(int, children.read_text().split()):
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+
+
 def how_it_ended(code: int) -> str:
     """Of subprocess's return code: "signal 9, SIGKILL" or "exit status 1"."""
     if code >= 0:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,7 @@ def load(options, report):
     times = len(open(marks).readlines())
     report(Warming(done=times, total=0))
     if times <= int(most):
+        subprocess.Popen(["sleep", "60"])
         if how == "hangs":
             threading.Timer(0.05, worker.restart).start()
             time.sleep(60)
@@ -60,6 +62,7 @@ async def test_its_client_sees_nothing_of_it(engines, tmp_path, how):
     assert isinstance(events[-1], Ready)
     assert {int(line) for line in (tmp_path / "marks").read_text().split()} == {local.pid}
     assert token_ids(await collect(local.generate(ask(1, max_tokens=3)))) == [0, 1, 2]
+    assert not any(file.read_text() for file in Path(f"/proc/{local.pid}/task").glob("*/children"))
 
 
 async def test_a_prompt_that_waits_is_answered_by_the_next_one(engines, tmp_path):
