@@ -62,7 +62,12 @@ def _is_whole(value: UOp) -> bool:
 def _is_shuffle(value: UOp) -> bool:
     """Whether a value permutes elements of vectors: indexed by a vector, or stacked from single elements."""
     element = value.src[0] if value.op is Ops.STACK else value
-    return element.op is Ops.INDEX and len(element.src[0].shape) == 1 and element.addrspace is AddrSpace.ALU
+    return element.op is Ops.INDEX and len(element.src[0].shape) == 1 and _is_value(element)
+
+
+def _is_value(value: UOp) -> bool:
+    """Whether it is computed, or constant, and no place in memory."""
+    return value.addrspace in (AddrSpace.ALU, None)
 
 
 def _coalesce(sink: UOp, renderer: Any) -> UOp:
@@ -79,10 +84,15 @@ def _vector_cast(ctx: ClangRenderer, x: UOp) -> str | None:
 
 
 def _shuffle(ctx: ClangRenderer, x: UOp, v: UOp, at: UOp) -> str | None:
-    if v.addrspace is not AddrSpace.ALU:
+    if not _is_value(v):
         return None
-    elements = (f"{ctx[v]}[{i.src[0].val if i.op is Ops.CAST else i.val}]" for i in at.src)
+    elements = (f"{ctx[v]}[{_place(ctx, i)}]" for i in at.src)
     return f"({ctx.render_type(x)}){{{','.join(elements)}}}"
+
+
+def _place(ctx: ClangRenderer, at: UOp) -> str | int:
+    number = at.src[0] if at.op is Ops.CAST else at
+    return int(number.val) if number.op is Ops.CONST else ctx[at]
 
 
 def _maximum(a: str, b: str, dtype: Any) -> str:

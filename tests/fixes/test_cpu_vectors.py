@@ -18,15 +18,15 @@ from engine.targets.cpu.kernels.thread_pool import part_arguments
 from engine.targets.cpu.kernels.weight_layout import LaneLayout
 from tests.thorough import rarely, thorough
 
-Q4_K = 12
+Q4_K, IQ4_XS = 12, 23
 X86, ARM = "--target=x86_64-none-unknown-elf", "--target=aarch64-none-unknown-elf"
 KINDS = {"values": dtypes.int16, "sums": dtypes.int32}
 
 
-def source_of(lanes: int, tile: int) -> str:
-    """The C source of products with a Q4_K matrix."""
+def source_of(lanes: int, tile: int, kind: int = Q4_K) -> str:
+    """The C source of products with a matrix."""
     cpu_vectors.apply()
-    layout = LaneLayout(Q4_K, lanes)
+    layout = LaneLayout(kind, lanes)
     types = [dtypes.float32, dtypes.int32] + [dtypes.int32] * (tile > 1)
     types += [KINDS.get(name, dtypes.float32) for name in buffer_names([layout], tile)]
     types += [dtypes.float32, dtypes.uint16]
@@ -51,6 +51,13 @@ def test_vectors_reach_the_compiler_whole() -> None:
     assert "*((float*)" not in loop and "unsigned short val" not in loop  # nothing is taken apart
 
 
+@pytest.fixture
+def looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources look numbers up, whatever CPU the tests run on."""
+    monkeypatch.setattr("engine.targets.cpu.kernels.weight_layout.looks_up", lambda: True)
+
+
+@pytest.mark.usefixtures("looks_up")
 @pytest.mark.parametrize("tile", [1, 16])
 @pytest.mark.parametrize(
     "target, instructions",
@@ -59,18 +66,22 @@ def test_vectors_reach_the_compiler_whole() -> None:
 def test_pair_products_are_one_instruction_of_512_bits(
     target: str, instructions: tuple[str, ...], tile: int
 ) -> None:
-    lines = assembly(source_of(16, tile), X86, f"-march={target}")
+    lines = assembly(source_of(16, tile, IQ4_XS if tile == 1 else Q4_K), X86, f"-march={target}")
     products = [line for line in lines if any(i in line for i in instructions)]
     assert products and all("zmm" in line for line in products)
+    assert sum("vpermw" in line and "zmm" in line for line in lines) == (4 if tile == 1 else 0)
     assert not [line for line in lines if "vpmulld" in line or "vpmuludq" in line]
 
 
+@pytest.mark.usefixtures("looks_up")
 @pytest.mark.parametrize("tile", [1, 8])
 def test_pair_products_on_narrower_machines(tile: int) -> None:
-    lines = assembly(source_of(8, tile), X86, "-march=haswell")
+    lines = assembly(source_of(8, tile, IQ4_XS if tile == 1 else Q4_K), X86, "-march=haswell")
     products = [line for line in lines if "vpmaddwd" in line]
     assert products and all("ymm" in line for line in products)
     assert not [line for line in lines if "vpmulld" in line]
+    assert sum("vpshufb" in line for line in lines) == (8 if tile == 1 else 0)
+    assert not [line for line in lines if "vpextr" in line]
     lines = assembly(source_of(8, tile), ARM, "-mcpu=cortex-a78")
     assert [line for line in lines if "smull" in line or "smlal" in line]
     assert not [line for line in lines if "\tmul\tv" in line]  # of 32-bit elements: twice the work

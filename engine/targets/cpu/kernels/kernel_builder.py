@@ -7,7 +7,7 @@ memory: for every buffer that the kernel writes, the builder remembers the store
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import TypeAlias
@@ -182,6 +182,13 @@ class KernelBuilder:
     def repeat_each(self, v: UOp) -> UOp:
         """Each element of a vector twice: (n,) -> (2 * n,)."""
         return _pick(v, [i // 2 for i in range(2 * v.max_numel())])
+
+    def look_up(self, numbers: Sequence[int], at: UOp) -> UOp:
+        """The numbers at each index of a vector, int16. There are at most as many numbers as indices: compilers make
+        one instruction of it where the table is a vector of as many elements (see `lanes.looks_up`)."""
+        n = at.max_numel()
+        table = UOp.stack(*(UOp.const(numbers[min(i, len(numbers) - 1)], I16) for i in range(n)))
+        return table.index(UOp.stack(*(at.index(i).cast(I32) for i in range(n))))
 
     def part(self, v: UOp, first: int, n: int) -> UOp:
         """n neighbouring elements of a vector."""

@@ -11,13 +11,23 @@ MOST_TILES = 40
 
 
 @functools.cache
+def cpu_flags() -> frozenset[str]:
+    """The words in which Linux says what the CPU is and has."""
+    try:
+        return frozenset(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return frozenset()
+
+
 def register_lanes() -> int:
     """float32 elements of a vector: 16 with AVX-512; otherwise 8, an AVX2 register or two of NEON."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        return 8
-    return MOST_LANES if "avx512f" in flags else 8
+    return MOST_LANES if "avx512f" in cpu_flags() else 8
+
+
+def looks_up() -> bool:
+    """Whether a table of 16-bit numbers that is indexed by a vector takes a few instructions: one with AVX-512, seven
+    with AVX2. For Arm, compilers take the elements one by one."""
+    return "avx2" in cpu_flags()
 
 
 def max_chunk(lanes: int, whole: int = 0) -> int:

@@ -24,8 +24,9 @@ columns (Q3_K, Q6_K; for Q2_K with their minima, 4 bits each), or one scale (IQ4
 Q3_K, Q4_K and Q5_K take 4 bytes more a block of 256, 3.6 %, 2.8 % and 2.3 %; IQ4_XS 10 more, 7.4 %; MXFP4 one more a
 block of 32, 5.9 %. A float matrix is a stream of `lanes` values for each column.
 
-Integers with a codebook stay indices of 4 bits in memory, of its numbers in ascending order (`LaneLayout.codebook`):
-a line with few bends is quick to compute (`piecewise_linear`).
+Integers with a codebook stay indices of 4 bits in memory, of its numbers in ascending order (`LaneLayout.codebook`).
+x86 looks them up. Elsewhere they are the values of a line with few bends, which is quick to compute
+(`piecewise_linear`).
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from engine.targets.cpu.kernels.kernel_builder import (
     shift_left,
     shift_right,
 )
+from engine.targets.cpu.kernels.lanes import looks_up
 from engine.targets.cpu.kernels.stream_size import UNIT, StreamSize
 
 PAIRS = UNIT // 2  # of columns in a unit
@@ -152,7 +154,10 @@ class LaneLayout(StreamSize):
                     values[i * fields + f] = value if lower is None else lower | shift_left(value, low)
             at, low = at + self.lanes * 2 * bits, low + bits
         integers = [v.cast(I16) for v in values if v is not None]
-        return [piecewise_linear(v, self.codebook) for v in integers] if self.codebook else integers
+        return [self._decoded(k, v) for v in integers] if self.codebook else integers
+
+    def _decoded(self, k: KernelBuilder, indices: UOp) -> UOp:
+        return k.look_up(self.codebook, indices) if looks_up() else piecewise_linear(indices, self.codebook)
 
     def _pairs_of_six(self, k: KernelBuilder, stream: UOp, at: UOp, start: Index, n: int) -> list[UOp]:
         values = []
@@ -236,7 +241,7 @@ class LaneLayout(StreamSize):
 
 def piecewise_linear(q: UOp, numbers: Sequence[int]) -> UOp:
     """The numbers at indices, int16: the line through the first two numbers, and for each place where the line bends a
-    multiple of maximum(q, place), because most processors have no instruction that looks up 16-bit numbers."""
+    multiple of maximum(q, place), for what has no instruction that looks up 16-bit numbers."""
     steps = [b - a for a, b in itertools.pairwise(numbers)]
     value, constant = q * steps[0] if steps[0] != 1 else q, numbers[0]
     for place, (a, b) in enumerate(itertools.pairwise(steps), 1):
