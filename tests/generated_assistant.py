@@ -16,7 +16,7 @@ from engine.description.sublayers import Attention
 from engine.formats.gguf import GGUF
 from tests.generated_families import EPSILON, GEMMA4
 from tests.generated_model import ROPE_BASE, SPECIALS, learned_vocabulary
-from tests.generated_tensors import random_matrix
+from tests.generated_weights import random_matrix
 from tests.reference import Floats, Reference, softmax
 
 _ARCHITECTURE = "gemma4-assistant"

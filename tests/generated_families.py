@@ -28,7 +28,8 @@ class Parts:
     attention has none. `positions`: these are added to the embeddings. `first_norm`: one of the embeddings, in place of
     the first layer's, `embedding_norm`: one beside that. `partial`: layers have attention and a feed-forward layer (L),
     or one of these (A, F), in turns. `halved`: feed-forward layers are half as wide as the metadata say. `sub_norms`:
-    before the last product of a sublayer. `gated`: attention has a gate, of "elements" or of "heads". `normed_after`:
+    before the last product of a sublayer. `gated`: attention has a gate, of "elements" or of "heads". `connections`:
+    four streams that sublayers read the mean of, hashes of tokens, and indexers. `normed_after`:
     norms come after the sums, as those of BERT, also one after the embeddings, to which the type of a token is added.
     `keys`: metadata, without the architecture; they are such that every part counts within 100 tokens."""
 
@@ -69,6 +70,7 @@ class Parts:
     halved: bool = False
     gated: str = ""
     sub_norms: bool = False
+    connections: bool = False
     keys: Keys = field(default_factory=dict)
 
     def but(self, keys: Keys | None = None, **parts: Any) -> Parts:
@@ -145,6 +147,24 @@ MAMBAS = Parts(mamba=True, keys=MAMBA)
 NEMOTRON_H = MAMBAS.but({"attention.layer_norm_epsilon": EPSILON}, lone="ME*", feed_forward="ungated")
 DELTAS = Parts(norms="head", renamed=True, delta=True, keys=DELTA)
 SHARED_DELTAS = DELTAS.but(EXPERTS | {"expert_shared_feed_forward_length": 96}, experts=8, shared=True)
+CONNECTIONS = {
+    "rope.dimension_sections": [2, 2, 2, 0],
+    "hyper_connection.count": 4,
+    "hyper_connection.low_rank": 32,
+    "attention.indexer.head_count": 2,
+    "attention.indexer.key_length": 32,
+    "attention.indexer.top_k": 32,
+    "attention.compress_ratios": 4,
+    "ple.layers": [0],
+    "ple.ngram_size": 3,
+    "ple.heads_per_ngram": 1,
+    "ple.conv_kernel": 4,
+    "ple.eos_token_id": 7,
+    "ple.layer_multipliers": (6364136223846793005, 1442695040888963407, 3202034522624059733),
+    "ple.head_offsets": (0, 101),
+    "ple.head_vocab_sizes": (101, 97),
+    "embedding_length_per_layer_input": 32,
+}
 KEYED = CHOSEN.but(
     LATENT | MLA | {"expert_weights_scale": 2.5, "ssm.conv_kernel": 4, "kda.head_dim": 32},
     latent="apart",
@@ -433,4 +453,5 @@ ARCHITECTURES: dict[str, Parts] = {
     "qwen3next": SHARED_DELTAS.but(fused_delta=True),
     "qwen35": DELTAS.but(thinks=True),
     "qwen35moe": SHARED_DELTAS.but(thinks=True),
+    "qwen4exp": SHARED_DELTAS.but(CONNECTIONS, connections=True),
 }

@@ -18,7 +18,8 @@ import tokenizers
 from gguf import GGMLQuantizationType as Type
 
 from tests.generated_families import ARCHITECTURES, EPSILON, Parts
-from tests.generated_tensors import Shape, Tensors, Weights, random_matrix
+from tests.generated_tensors import Shape, Tensors, Weights
+from tests.generated_weights import random_matrix
 
 ROPE_BASE = 10_000.0
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -158,7 +159,7 @@ def write(
     writer.add_vocab_size(shape.vocab)
     adding = {
         bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
-        list: writer.add_array,
+        list: writer.add_array, tuple: functools.partial(_add_long_numbers, writer),
     }  # fmt: skip
     for key, value in metadata.items():
         add = adding[type(value)]
@@ -180,6 +181,12 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_long_numbers(writer: gguf.GGUFWriter, key: str, numbers: Sequence[int]) -> None:
+    """Unsigned numbers of 64 bits."""
+    kind = gguf.GGUFValueType
+    writer.add_key_value(key, list(numbers), kind.ARRAY, sub_type=kind.UINT64)
 
 
 def _kv_heads(parts: Parts, kinds: Sequence[str], count: int) -> int | list[int]:

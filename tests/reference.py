@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from engine.description.altup import Correction, LowRank, Merge, Modes, Prediction
 from engine.description.architectures import read_spec
+from engine.description.hyper_connections import HashedEmbedding, HyperConnection, Mixing
 from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, SelectiveScan, ShortConv
 from engine.description.spec import ModelSpec
 from engine.description.sublayers import (
@@ -25,15 +26,17 @@ from engine.description.sublayers import (
     Attention,
     Dense,
     Experts,
+    Indexer,
     LatentAttention,
     LayerEmbedding,
+    Operator,
     SideBySide,
     SiluLimits,
     Vector,
     Weight,
 )
 from engine.formats.gguf import GGUF
-from tests.reference_recurrent import RecurrentReference
+from tests.reference_connections import ConnectedReference
 from tests.reference_weights import Floats, sigmoid
 
 NEIGHBOURS = {
@@ -46,7 +49,7 @@ NEIGHBOURS = {
 of what is rotated."""
 
 
-class Reference(RecurrentReference):
+class Reference(ConnectedReference):
     """The model of a GGUF file, in a session that was opened with `context` tokens: phi3's rotary embedding depends on
     it. 0 is a short one."""
 
@@ -69,7 +72,8 @@ class Reference(RecurrentReference):
     def head(self, x: Floats) -> Floats:
         """The logits of the last sublayer's stream: (n, dim) -> (n, vocab)."""
         spec = self.spec
-        normed = self._normed(x, spec.output_norm, spec.stream_eps, spec.output_norm_bias)
+        last = None if spec.ends_normed else spec.output_norm
+        normed = self._normed(x, last, spec.stream_eps, spec.output_norm_bias)
         y = self._product(normed, spec.head, spec.head_bias)
         cap = np.float32(self.spec.softcap)
         return np.tanh(y / cap) * cap if cap else y
@@ -132,10 +136,15 @@ class Reference(RecurrentReference):
         x = centred(x) if spec.centred else x
         yield x
         of_layers = self._layer_embeddings(x, tokens) if spec.layer_embeddings else None
-        yield from self._sublayers(spec, x, of_layers, [] if caches is None else caches)
+        yield from self._sublayers(spec, x, of_layers, [] if caches is None else caches, tokens)
 
     def _sublayers(
-        self, spec: ModelSpec, x: Floats, of_layers: Floats | None, caches: list[tuple[Floats, Floats]]
+        self,
+        spec: ModelSpec,
+        x: Floats,
+        of_layers: Floats | None,
+        caches: list[tuple[Floats, Floats]],
+        tokens: Sequence[int] = (),
     ) -> Iterator[Floats]:
         """The stream x after each sublayer. The `caches` of attention are appended."""
         waiting, others, read = np.float32(0), np.empty((0, *x.shape), np.float32), x
@@ -145,18 +154,17 @@ class Reference(RecurrentReference):
             h = self._normed(x, sublayer.norm, spec.stream_eps, sublayer.norm_bias)
             x = h if sublayer.replaces else x
             match sublayer.operator:
-                case LatentAttention() as part:
-                    y = self._attend_latent(part, h)
-                case Attention() as part:
-                    y = self._attend(part, h, caches)
-                case DeltaNet() | KeyedDeltaNet() | Mamba() | SelectiveScan() | ShortConv() as part:
-                    y = self._recurrent(part, h)
-                case Dense() as part:
-                    y = self._dense(part, h)
-                case Experts() as part:
-                    y = self._experts(part, h, before if part.routes_before else h)
-                case SideBySide() as part:
-                    y = self._beside(part, h)
+                case HyperConnection() | HashedEmbedding() | Mixing() as part:
+                    streams = np.concatenate([x[None], others if len(others) else [x] * (part.count - 1)])
+                    if isinstance(part, HyperConnection):
+                        mixed = self._mixed(part.mixing, streams)
+                        y = self._computed(part.of, mixed, mixed, caches)
+                        streams = self._connected(part, streams, y)
+                    elif isinstance(part, HashedEmbedding):
+                        streams = self._hashed_embedding(part, streams, tokens)
+                    else:
+                        streams[0] = self._mixed(part, streams)
+                    y, others = streams[0] - x, streams[1:]
                 case LayerEmbedding() as part:
                     assert of_layers is not None
                     gate = self._product(h, part.gate)
@@ -184,6 +192,8 @@ class Reference(RecurrentReference):
                 case Merge() as part:
                     ends = [as_long(self._product(o, w), x) for o, w in zip(others, part.ends, strict=True)]
                     y = np.mean([x, *ends], 0) - x
+                case part:
+                    y = self._computed(part, h, before, caches)
             y = self._normed(y, sublayer.post_norm, spec.post_eps or spec.eps)
             if is_added_later:
                 waiting = waiting + y
@@ -196,6 +206,25 @@ class Reference(RecurrentReference):
             if sublayer.picture_part and self.pictures is not None:
                 x = x + self.pictures[:, sublayer.picture_part * spec.dim :][:, : spec.dim]
             yield x
+
+    def _computed(
+        self, part: Operator, h: Floats, before: Floats, caches: list[tuple[Floats, Floats]]
+    ) -> Floats:
+        """What a sublayer makes of h, or of `before` that where its experts are chosen so."""
+        match part:
+            case LatentAttention():
+                return self._attend_latent(part, h)
+            case Attention():
+                return self._attend(part, h, caches)
+            case DeltaNet() | KeyedDeltaNet() | Mamba() | SelectiveScan() | ShortConv():
+                return self._recurrent(part, h)
+            case Dense():
+                return self._dense(part, h)
+            case Experts():
+                return self._experts(part, h, before if part.routes_before else h)
+            case SideBySide():
+                return self._beside(part, h)
+        raise NotImplementedError(part)
 
     def _modes(self, part: Modes, x: Floats) -> Floats:
         modes = np.tanh(self._product(self._normed(x, part.router_norm, self.spec.eps), part.router))
@@ -324,6 +353,8 @@ class Reference(RecurrentReference):
         hidden = (distance < 0) | (distance >= a.window if a.window else False)
         if a.chunked:
             hidden = (distance < 0) | (np.arange(n)[None, :] < np.arange(n)[:, None] // a.window * a.window)
+        if a.indexer and max(n, self.context) > a.indexer.top:
+            hidden = hidden | self._unchosen(a, a.indexer, h)
         if a.both_ways:
             hidden = np.abs(distance) >= (a.window or n)
         out = np.empty_like(q)
@@ -384,12 +415,12 @@ class Reference(RecurrentReference):
             return self._normed(x, norm, self.spec.eps).reshape(split)
         return self._normed(x.reshape(split), norm, self.spec.eps)
 
-    def _rotated(self, part: Attention, x: Floats) -> Floats:
-        """x (n, heads, head_dim). The elements after those of the pairs do not turn."""
+    def _rotated(self, part: Attention | Indexer, x: Floats, apart: int = 1) -> Floats:
+        """x (n, heads, head_dim), of every so manyth token. The elements after those of the pairs do not turn."""
         rope = self.spec.ropes[part.rope]
         is_long = self.context > rope.short_context and len(rope.long_frequencies) > 0
         frequencies = np.array(rope.long_frequencies if is_long else rope.frequencies, np.float64)
-        angles = np.arange(len(x))[:, None, None] * frequencies
+        angles = apart * np.arange(len(x))[:, None, None] * frequencies
         cos = (np.cos(angles) * rope.magnitude).astype(np.float32)
         sin = (np.sin(angles) * rope.magnitude).astype(np.float32)
         n = len(frequencies)

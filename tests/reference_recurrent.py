@@ -55,7 +55,8 @@ class RecurrentReference(ReferenceWeights):
                 y[t, head] = state.T @ q[t, of] * np.float32(part.size**-0.5)
         gate = self._product(h, part.gate)
         normed = self._normed(y, part.norm, self.spec.eps).reshape(n, -1)
-        return self._product(normed * gate * sigmoid(gate), part.out)
+        gate = sigmoid(gate) if part.gating == "sigmoid" else gate * sigmoid(gate)
+        return self._product(normed * gate, part.out)
 
     def _keyed_delta(self, part: KeyedDeltaNet, h: Floats) -> Floats:
         n, eps = len(h), np.float32(self.spec.eps)

@@ -20,9 +20,15 @@ from engine.description.draft_head import read_draft_head
 from engine.description.families import ARCHITECTURES, Family
 from engine.description.feed_forward_reader import FeedForwardReader
 from engine.description.file_kind import ASSISTANT, check_is_model, check_runs
+from engine.description.hyper_connections import (
+    has_connections,
+    read_connected_layer,
+    read_hashed_rows,
+    read_last_mixing,
+)
 from engine.description.loops import looped
 from engine.description.recurrent_reader import RecurrentReader
-from engine.description.spec import LayerEmbeddings, ModelSpec, Sublayer, Temperature
+from engine.description.spec import HashedRows, LayerEmbeddings, ModelSpec, Sublayer, Temperature
 from engine.description.sublayers import LayerEmbedding, Operator, Vector, Weight
 from engine.description.text_encoder import (
     EMBEDDING_NORM,
@@ -79,6 +85,7 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
 
     def __init__(self, file: GGUF, architecture: str, family: Family) -> None:
         super().__init__(file, architecture, family)
+        self.hashed: HashedRows | None = None
         if "token_embd.weight" not in file.tensors:
             raise ModelFileError(
                 f"{self.name} has no weights (there is no token_embd.weight).",
@@ -109,7 +116,13 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
         last = last_norm(self.layers) if family.normed_after else last
         is_lfm2 = self.has(_LFM2_NORM) and not self.has(f"{last}.weight")
         has_norm = self.has("blk.0.attn_norm.weight") and not is_lfm2
-        norm = self.stream_norm(_LFM2_NORM if is_lfm2 else f"{last}.weight")
+        ends_normed = has_connections(self)
+        norm = (
+            Vector("", self.dim)
+            if ends_normed
+            else self.stream_norm(_LFM2_NORM if is_lfm2 else f"{last}.weight")
+        )
+        self.hashed = read_hashed_rows(self, self.dim)
         embedding_norm = self.vector(f"{EMBEDDING_NORM}.weight", self.dim) if has_norm else None
         spec = ModelSpec(
             architecture=self.architecture,
@@ -123,6 +136,7 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
             sublayers=(
                 *with_picture_parts(self, looped(self, map(self.layer, range(self.layers)), norm)),
                 *((read_merge(self, self.dim),) if has_streams(self) else ()),
+                *((read_last_mixing(self, self.dim),) if ends_normed else ()),
             ),
             output_norm=Vector(
                 norm.tensor, norm.size, factor=logit_scale if family.multiplied_logits else 1 / logit_scale
@@ -138,6 +152,8 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
             softcap=self.number("final_logit_softcapping", self.family.logit_cap),
             temperature=self.temperature(),
             layer_embeddings=self.layer_embeddings(vocab) if self.layer_embedding else None,
+            hashed=self.hashed,
+            ends_normed=ends_normed,
             draft_layers=self.draft_layers or int(any(name.startswith(_DRAFT) for name in self.file.tensors)),
             encoders=tuple(
                 encoder
@@ -153,7 +169,7 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
         )
         if not (spec.attention or self.is_all_recurrent):
             raise damaged(self.file.path, "no layer has attention")
-        if self.draft_layers == 1 and not family.layer_norms:
+        if self.draft_layers == 1 and not (family.layer_norms or ends_normed):
             draft_head = read_draft_head(self, self.layers, self.layer, self.ropes, spec)
             spec = replace(spec, draft_head=draft_head)
         self.used.update(filter(self.is_left_out, self.file.tensors))
@@ -212,6 +228,10 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
                 self, i, self.dim, attend, dense, self.layer_embedding_of(i, prefix)
             )
             return
+        if has_connections(self):
+            operators = self.mixing_of(i, prefix), self.feed_forward(i, prefix)
+            yield from read_connected_layer(self, i, self.dim, operators, self.hashed)
+            return
         if self.family.partial_layers:
             yield from self.partial_layer(i, prefix)
             return
@@ -240,7 +260,7 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
                 self.required(f"{prefix}{name}{suffix}", self.dim)
                 for name, suffix in zip(names, suffixes, strict=True)
             ]
-        operator: Operator = self.recurrent(prefix) if self.is_recurrent(i) else self.attend(i, prefix)
+        operator = self.mixing_of(i, prefix)
         yield Sublayer(before[0], operator, after[0])
         if self.family.recurrent_beside:
             yield Sublayer(before[0], self.recurrent(prefix), after[0], beside=True)
@@ -268,9 +288,11 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
         norm = self.required(f"{prefix}attn_norm.weight", self.dim)
         if self.has(f"{prefix}ffn_down.weight") or self.has(f"{prefix}ffn_down_exps.weight"):
             return Sublayer(norm, self.feed_forward(i, prefix), None)
-        return Sublayer(
-            norm, self.recurrent(prefix) if self.is_recurrent(i) else self.attend(i, prefix), None
-        )
+        return Sublayer(norm, self.mixing_of(i, prefix), None)
+
+    def mixing_of(self, i: int, prefix: str) -> Operator:
+        """What layer i mixes tokens with."""
+        return self.recurrent(prefix) if self.is_recurrent(i) else self.attend(i, prefix)
 
     def centred_layer(self, i: int, prefix: str) -> Iterator[Sublayer]:
         """As `layer`, of a model with LayerNorms. Without a norm of its own, the feed-forward layer is beside attention

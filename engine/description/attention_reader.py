@@ -8,11 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from engine.description.families import Family
-from engine.description.head_reader import AttentionHeads, HeadReader
+from engine.description.head_reader import MAX_HEAD, AttentionHeads, HeadReader
 from engine.description.latent_reader import is_latent, read_latent_attention
-from engine.description.sublayers import Attention, Vector, Weight
+from engine.description.sublayers import Attention, Indexer, Vector, Weight
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged
+from engine.formats.rope_order import HeadOrder
 
 
 class AttentionReader(HeadReader):
@@ -28,7 +29,9 @@ class AttentionReader(HeadReader):
         """So many layers, the last ones, read the KV cache of another."""
         if not 0 <= self.shared_caches < self.layers:
             raise damaged(self.file.path, f"{self.shared_caches} of its layers share a KV cache")
-        self.layer_embedding = self.file.get(self.key("embedding_length_per_layer_input"), int, 0)
+        is_hashed = self.key("ple.layers") in file.metadata  # which says its own size by this key
+        size = self.file.get(self.key("embedding_length_per_layer_input"), int, 0)
+        self.layer_embedding = 0 if is_hashed else size
         """Elements of what a token gives each layer, 0 if nothing."""
 
     @property
@@ -84,7 +87,39 @@ class AttentionReader(HeadReader):
             layer_norms=tensors.has_layer_norms,
             result_norm=self.vector(f"{prefix}attn_sub_norm.weight", tensors.sizes["q"]),
             gating="softplus" if self.family.softplus_gates else "sigmoid",
+            indexer=self.indexer(i, prefix, heads),
         )  # fmt: skip
+
+    def indexer(self, i: int, prefix: str, attended: AttentionHeads) -> Indexer | None:
+        """What chooses the tokens that the attention of layer i reads. Without blocks, it reads all of them."""
+        if not self.has(f"{prefix}indexer.q_proj.weight"):
+            return None
+        count, size = (self.size(f"attention.indexer.{key}") for key in ("head_count", "key_length"))
+        order = HeadOrder(size, attended.rotated, interleaved=False)
+        if size % 2 or not attended.rotated <= size <= MAX_HEAD:
+            raise damaged(self.file.path, f"its indexer has heads of {size} elements")
+        heads = AttentionHeads(count, 1, size, attended.rotated, None if order.is_engines else order)
+        blocks = self.file.metadata.get(self.key("attention.compress_ratios"))
+        if isinstance(blocks, np.ndarray):
+            blocks = blocks[i] if i < len(blocks) else 0
+        block = int(blocks) if isinstance(blocks, int | np.integer) else 0
+        top = self.size("attention.indexer.top_k")
+
+        def norm(x: str) -> Vector:
+            return replace(self.required(f"{prefix}indexer.{x}_norm.weight", size), order=heads.order)
+
+        found = Indexer(
+            q=self.weight(f"{prefix}indexer.q_proj", count * size, self.dim, order=heads.order),
+            k=self.weight(f"{prefix}indexer.k_proj", size, self.dim, order=heads.order),
+            q_norm=norm("q"), k_norm=norm("k"), heads=count, size=size,
+            rope=self.rope(heads, True, False, self.family.grid), top=top, block=block,
+        )  # fmt: skip
+        if block and top % block:
+            raise ModelFileError(
+                f"{self.name} chooses {top} tokens in blocks of {block}, which orin-chat does not run.",
+                "Choose another model.",
+            )
+        return found if block else None
 
     @property
     def distance_bias(self) -> float:

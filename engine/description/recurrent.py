@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.description.sublayers import Operator, Roles, Vector, Weight
 
@@ -59,7 +60,7 @@ class DeltaNet(Recurrent):
     beta = sigmoid(`beta` x) and decay = exp(`decay` * softplus(`alpha` x + `decay_bias`)) are a number for each value
     head. With a state S (size keys, size values) for each value head, a token computes, in this order:
     S *= decay;  S += k (beta * (v - S^T k))^T;  y = S^T q.  The result is `out` (norm(y) * silu(`gate` x)), normed over
-    a head.
+    a head, or with the sigmoid of that, by `gating`.
 
     A sequence keeps the S, and the last taps - 1 inputs of the convolution."""
 
@@ -78,6 +79,7 @@ class DeltaNet(Recurrent):
     size: int
     taps: int
     shares_in_turn: bool = True
+    gating: Literal["silu", "sigmoid"] = "silu"
     words = "gated delta nets"
 
     @property

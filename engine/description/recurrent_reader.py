@@ -215,4 +215,5 @@ class RecurrentReader(HeadReader):
             decay_bias=self.required(f"{prefix}{decay_bias}", value_heads),
             norm=self.required(f"{prefix}ssm_norm.weight", size),
             key_heads=key_heads, value_heads=value_heads, size=size, taps=taps, shares_in_turn=in_turn,
+            gating="sigmoid" if self.family.sigmoid_delta else "silu",
         )  # fmt: skip

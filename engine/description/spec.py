@@ -9,7 +9,7 @@ What is loaded, with which shapes, what a token reads and how large the cache is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -122,6 +122,46 @@ class LayerEmbeddings:
 
 
 @dataclass(frozen=True)
+class HashedRows:
+    """Which rows of a `table` (rows, size) a token gets, by hashes of it and the tokens before it. Of the last n
+    tokens, the token itself first, the hash is the exclusive or of all token * multiplier, as unsigned numbers of 64
+    bits; n goes from 2 to as many `multipliers` as there are. Each n has `each` heads, and the row of a head is the
+    hash mod its size, after its offset. From the first `end` token back, and before a text, all earlier tokens count as
+    `end`; those of pictures (negative ids) as `picture`."""
+
+    table: Weight
+    multipliers: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    each: int
+    end: int
+    picture: int
+
+    @property
+    def kept(self) -> int:
+        """How many tokens before its own a token's rows depend on."""
+        return len(self.multipliers) - 1
+
+    def rows(self, before: Sequence[int], tokens: Sequence[int]) -> NDArray[np.int64]:
+        """The rows of tokens that follow those `before`, of which the last ones count: int64 (tokens, heads)."""
+        start = [*[self.end] * self.kept, *before][-self.kept :]
+        text = np.array([*start, *tokens], np.int64)
+        text[text < 0] = self.picture
+        n = len(tokens)
+        current = text[self.kept :]
+        mixed = current.astype(np.uint64) * np.uint64(self.multipliers[0])
+        has_ended, rows = np.zeros(n, bool), []
+        for back in range(1, self.kept + 1):
+            earlier = text[self.kept - back :][:n]
+            has_ended |= earlier == self.end
+            counted = np.where(has_ended, self.end, earlier).astype(np.uint64)
+            mixed = mixed ^ (counted * np.uint64(self.multipliers[back]))
+            heads = range((back - 1) * self.each, back * self.each)
+            rows += [mixed % np.uint64(self.sizes[i]) + np.uint64(self.offsets[i]) for i in heads]
+        return np.stack(rows, axis=1).astype(np.int64)
+
+
+@dataclass(frozen=True)
 class Projection:
     """What is made of a pooled vector x: `weight` x + `bias`, and of that the tanh if it is `tanh`."""
 
@@ -186,7 +226,10 @@ class ModelSpec:
     """The epsilon of post norms, `eps` if it is 0."""
     temperature: Temperature | None = None
     layer_embeddings: LayerEmbeddings | None = None
+    hashed: HashedRows | None = None
     centred: bool = False
+    ends_normed: bool = False
+    """Whether the head reads what the last sublayer gives, without the `output_norm`."""
     output_norm_bias: Vector | None = None
     head_bias: Vector | None = None
     draft_layers: int = 0
@@ -262,6 +305,12 @@ class ModelSpec:
         return tuple(table for table in (self.positions, self.token_type) if table)
 
     @property
+    def host_tables(self) -> tuple[Weight, ...]:
+        """Those of which a step reads a few rows for each token, so they may stay in the file."""
+        tables = (self.layer_embeddings and self.layer_embeddings.table, self.hashed and self.hashed.table)
+        return tuple(table for table in tables if table)
+
+    @property
     def both_ways(self) -> bool:
         """Whether tokens attend to all of a text, so that the model makes embeddings of texts and answers nothing."""
         return any(attend.both_ways for attend in self.attention)
@@ -298,8 +347,8 @@ class ModelSpec:
         yield self.embedding
         yield self.head
         yield from self.added_tables
+        yield from self.host_tables
         if self.layer_embeddings:
-            yield self.layer_embeddings.table
             yield self.layer_embeddings.projection
         if self.join:
             yield self.join.of_embedding
@@ -354,6 +403,8 @@ class ModelSpec:
         tables += self.added_tables
         if self.layer_embeddings:
             tables.append(self.layer_embeddings.table)
+        if self.hashed:
+            n_bytes -= self.hashed.table.n_bytes - len(self.hashed.sizes) * self.hashed.table.row_bytes
         return n_bytes - sum(table.n_bytes - table.row_bytes for table in tables)
 
     @property
@@ -375,10 +426,11 @@ class ModelSpec:
         return sum(self.kv_bytes(a, kv) for a in self.caching if bool(a.window) == windowed)
 
     def kv_bytes(self, attend: Attention, kv: KVFormat, widens: bool = True) -> int:
-        """Bytes of a token's keys and values in the cache of a layer. If it `widens`, those of models of float32 are
-        float32 in place of float16; those of GPUs' kernels are not."""
+        """Bytes of a token's keys and values in the cache of a layer, and of the key of its indexer. If it `widens`,
+        those of models of float32 are float32 in place of float16; those of GPUs' kernels are not."""
         wider = 2 if widens and self.is_float32 and not kv.is_quantized else 1
-        return 2 * kv.bytes(attend.kv_size) * wider
+        chosen_by = attend.indexer.size * (4 if self.is_float32 else 2) if attend.indexer else 0
+        return 2 * kv.bytes(attend.kv_size) * wider + chosen_by
 
     def lacks_format_because(self, kv: KVFormat) -> str:
         """The sentence that tells a user why a KV cache cannot have the format `kv`. Empty if it can."""

@@ -159,6 +159,30 @@ class Operator:
 
 
 @dataclass(frozen=True)
+class Indexer(Operator):
+    """Chooses what attention attends to: of the whole blocks of `block` tokens, which begin at multiples of that, the
+    `top` / block best ones, of equal ones the first, and all tokens after the last whole block. So with `top` tokens or
+    fewer it is all. The key of a block is norm(the mean of `k` x over its tokens), rotated as its first token; a query
+    is norm(`q` x), in `heads` heads of `size` elements, rotated. A block is as good as the sum over the heads of what
+    of their products with its key is above 0. `rope`: as that of attention."""
+
+    q: Weight
+    k: Weight
+    q_norm: Vector
+    k_norm: Vector
+    heads: int
+    size: int
+    rope: int
+    top: int
+    block: int
+    words = "attention to chosen tokens"
+
+    @property
+    def roles(self) -> Roles:
+        return {"QKV projection": (self.q, self.k)}
+
+
+@dataclass(frozen=True)
 class Attention(Operator):
     """Attention. `heads` query heads share `kv_heads` heads of keys and values, of `head_dim` elements each. The norms
     of queries and keys are over a head (head_dim weights), or over all heads together; with `rotates_first` they come
@@ -171,7 +195,7 @@ class Attention(Operator):
     give together, before the output projection. If norms are `layer_norms`, they take the mean off each head, and each
     head has weights of its own. `sinks`: for each head a score that joins those of the keys, unscaled, and whose value
     is zero. `gate`: the result is multiplied by sigmoid(gate x) before the output projection, or by softplus(gate x) if
-    it is so `gating`; if that has a number for each head, by those.
+    it is so `gating`; if that has a number for each head, by those. An `indexer` chooses the tokens to attend to.
 
     With `sees_pictures`, a picture's tokens attend also to those after them in the same picture. If it goes
     `both_ways`, all tokens attend to those after them, with a window to as many as before them.
@@ -211,6 +235,7 @@ class Attention(Operator):
     layer_norms: bool = False
     result_norm: Vector | None = None
     gating: Literal["sigmoid", "softplus"] = "sigmoid"
+    indexer: Indexer | None = None
     words = "attention"
 
     @property

@@ -288,7 +288,7 @@ def _pooler(weights: Weights) -> Pooler:
 
     bias = weights.vector(spec.output_norm_bias) if spec.output_norm_bias else None
     return Pooler(
-        weights.vector(spec.output_norm),
+        None if spec.ends_normed else weights.vector(spec.output_norm),
         spec.stream_eps,
         steps(spec.classes),
         bias,

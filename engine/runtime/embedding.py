@@ -38,13 +38,13 @@ class Step(NamedTuple):
 
 
 class Pooler:
-    """What a model makes of the residual stream: `norm` is the weight of its last norm, float32 (dim,), and `bias` what
-    is added then; `projections` follow on pooling, and `classes` in their place, if it ranks documents. If it goes
-    `both_ways`, its tokens attend to all of a text, which is read as a whole."""
+    """What a model makes of the residual stream: `norm` is the weight of its last norm, float32 (dim,), if it has one,
+    and `bias` what is added then; `projections` follow on pooling, and `classes` in their place, if it ranks documents.
+    If it goes `both_ways`, its tokens attend to all of a text, which is read as a whole."""
 
     def __init__(
         self,
-        norm: NDArray[np.float32],
+        norm: NDArray[np.float32] | None,
         eps: float,
         classes: Sequence[Step] = (),
         bias: NDArray[np.float32] | None = None,
@@ -65,6 +65,8 @@ class Pooler:
 
     def normed(self, stream: NDArray[np.float32]) -> NDArray[np.float32]:
         """(n, dim) -> (n, dim)."""
+        if self._norm is None:
+            return stream
         with np.errstate(all="ignore"):  # what is not finite is noticed later
             size = np.sqrt((stream * stream).mean(-1, keepdims=True) + self._eps)
             return np.asarray(stream / size * self._norm + self._bias, np.float32)

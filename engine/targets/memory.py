@@ -19,7 +19,7 @@ class TargetMemory:
     `compilers_bytes`: of processes that compile kernels after that. A layer's cache has `spare_blocks`. It has no more
     than its window needs if it `has_windows`, and each conversation has one if they are not `shared`. If it
     `widens_caches`, those of float32 models are float32. `reads_tables`: the embeddings of layers stay in the file, of
-    which the host reads a row for each token. `copies_experts`: each token gets its experts' matrices."""
+    which the host reads rows for each token. `copies_experts`: each token gets its experts' matrices."""
 
     matrix_bytes: Callable[[int, int, int], int]
     chunk: int
@@ -40,8 +40,8 @@ class TargetMemory:
 
     def loaded(self, spec: ModelSpec) -> list[Weight]:
         """The matrices that are copied into memory."""
-        table = spec.layer_embeddings.table if self.reads_tables and spec.layer_embeddings else None
-        return [weight for weight in spec.weights() if weight != table]
+        tables = spec.host_tables if self.reads_tables else ()
+        return [weight for weight in spec.weights() if weight not in tables]
 
     def cache_bytes(self, spec: ModelSpec, context: int, kv: KVFormat) -> int:
         """Bytes of the KV cache of a conversation with a context of so many tokens."""

@@ -88,9 +88,13 @@ def cpu_step(model: CPUModel, tile: int, see: See = keep) -> Step:
 
 
 class WatchedTransformer(Transformer):
-    """Tensor graphs that remember the experts that they chose."""
+    """Tensor graphs that remember the experts that they chose, and the tokens so far."""
 
     choices: list[Tensor]
+
+    def __init__(self, *of_model: Any) -> None:
+        super().__init__(*of_model)
+        self.text: list[int] = []
 
     def _choose(self, operator: Experts, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         chosen, probabilities = super()._choose(operator, x)
@@ -108,11 +112,13 @@ def graph_step(transformer: WatchedTransformer, inputs: StepInputs, size: int) -
         return [t.contiguous().realize() for t in (Tensor.stack(*streams), *transformer.choices)]
 
     captured.cnt = 1  # capture at the first call, not at the second
+    text = transformer.text
 
     def run(tokens: list[int], at: int) -> Sublayers:
         padded, n = [*tokens, *[0] * (size - len(tokens))], len(tokens)
-        step = inputs.step(padded, transformer.rows_of(padded), 0, at, n)
+        step = inputs.step(padded, transformer.rows_of(padded, text[:at]), 0, at, n)
         streams, *choices = (t.numpy() for t in captured(*step))
+        text[at:] = tokens
         return Sublayers([x[:n] for x in streams], [chosen[:n] for chosen in choices])
 
     return run

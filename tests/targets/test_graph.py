@@ -23,7 +23,8 @@ def hold_memory(transformer):
     """Raises AssertionError unless weights and caches take what was foretold."""
     need = memory_need(transformer.spec, CONTEXT, "graph")
     states = sum(t.nbytes() for state in transformer.states for t in state.tensors)
-    cached = sum(cache.nbytes() for cache in transformer._caches)
+    caches = *transformer._caches, *transformer._index_caches
+    cached = sum(cache.nbytes() for cache in caches)
     assert need.cache_bytes == cached
     assert need.states_bytes == (1 + checkpoint_slots(1)) * states
     planes = [plane for matrix in transformer._matrices.values() for plane in matrix.planes.values()]

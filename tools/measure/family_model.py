@@ -22,7 +22,7 @@ from gguf import GGMLQuantizationType as Type
 
 from tests import generated_model
 from tests.generated_families import ARCHITECTURES, Parts
-from tests.generated_tensors import random_matrix
+from tests.generated_weights import random_matrix
 from tools.measure.mixed_model import more_bits, unique_rows
 
 Keys = Mapping[str, Any]

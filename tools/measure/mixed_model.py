@@ -23,7 +23,7 @@ from unittest import mock
 
 import numpy as np
 
-from tests.generated_tensors import random_matrix
+from tests.generated_weights import random_matrix
 from tests.paths import SHARED
 
 _DRAWN = ("Q3_K", "Q4_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "Q8_0")

@@ -24,12 +24,16 @@ from tinygrad import Tensor, UOp
 from engine.description.recurrent import DeltaNet
 
 
-def convolved(x: Tensor, taps: Tensor, before: Tensor, count: UOp | int) -> tuple[Tensor, Tensor]:
+def convolved(
+    x: Tensor, taps: Tensor, before: Tensor, count: UOp | int, dilation: int = 1
+) -> tuple[Tensor, Tensor]:
     """The causal convolution of x (n, channels) after its inputs `before`: (n, channels); and the inputs to be kept
-    after `count` tokens. `taps`: (channels * taps,)."""
+    after `count` tokens. `taps`: (channels * taps,), so many tokens apart as the `dilation`."""
     n, kept = cast(int, x.shape[0]), cast(int, before.shape[0])
-    inputs, weights = before.cat(x).contiguous(), taps.reshape(-1, kept + 1)
-    y = sum((inputs[j : j + n] * weights[:, j] for j in range(1, kept + 1)), start=inputs[:n] * weights[:, 0])
+    others = kept // dilation
+    inputs, weights = before.cat(x).contiguous(), taps.reshape(-1, others + 1)
+    of_taps = (inputs[j * dilation : j * dilation + n] * weights[:, j] for j in range(1, others + 1))
+    y = sum(of_taps, start=inputs[:n] * weights[:, 0])
     return y, inputs[count : count + kept]
 
 

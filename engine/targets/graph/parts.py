@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tinygrad import Device, Tensor
 
 from engine.description.spec import ModelSpec
-from engine.description.sublayers import Vector, Weight
+from engine.description.sublayers import Operator, Vector, Weight
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.loading.weights import FileWeights, pieces
 from engine.targets.graph.inputs import Step
@@ -18,15 +18,16 @@ from engine.targets.graph.states import States
 @dataclass
 class Run:
     """What the sublayers of a step share. `masks`: by window, by whether tokens look ahead, and by whether windows are
-    chunked. `of_layers`: what the tokens give each layer. `caches` and `states` are those of the sublayers to come, and
-    `read` is the cache that each attention so far has read. `before`: the residual stream that the sublayer before this
-    one read. `stored`: the cache that was stored to last. `others`: the streams beside the residual one, and
-    `predicted` all of them as a layer began."""
+    chunked. `of_layers`: what the tokens give each layer. `caches`, `index_caches` and `states` are those of the
+    sublayers to come, and `read` is the cache that each attention so far has read. `before`: the residual stream that
+    the sublayer before this one read. `stored`: the cache that was stored to last. `others`: the streams beside the
+    residual one, and `predicted` all of them as a layer began."""
 
     step: Step
     masks: dict[tuple[int, bool, bool], Tensor | None]
     of_layers: list[Tensor]
     caches: Iterator[Tensor]
+    index_caches: Iterator[Tensor]
     states: Iterator[States]
     stored: Tensor
     read: list[Tensor] = field(default_factory=list)
@@ -39,8 +40,13 @@ class Parts:
     """The weights of a model on the device."""
 
     spec: ModelSpec
+    _ropes: list[tuple[Tensor, Tensor]]
     _matrices: dict[Weight, QuantizedMatrix]
     _vectors: dict[Vector, Tensor]
+
+    def _computed(self, operator: Operator, x: Tensor, run: Run) -> Tensor:
+        """What a sublayer, or one within another, makes of x (n, dim)."""
+        raise NotImplementedError
 
     def _joined(self, weights: Sequence[Weight], x: Tensor) -> Tensor:
         """The products of x with several matrices, one after the other."""

@@ -27,7 +27,9 @@ class RecurrentLayers(Parts):
         y, state = delta_rule(*heads(operator, channels.silu(), self.spec.eps), log_decay, beta, before)
         y = states.store(step.sequence, y, state, inputs)
         y = self._norm(y.transpose(0, 1), operator.norm).reshape(n, -1)
-        return self._product(operator.out, y * self._product(operator.gate, x).silu())
+        gate = self._product(operator.gate, x)
+        gate = gate.sigmoid() if operator.gating == "sigmoid" else gate.silu()
+        return self._product(operator.out, y * gate)
 
     def _keyed_delta(self, operator: KeyedDeltaNet, x: Tensor, run: Run) -> Tensor:
         """As `_delta`."""

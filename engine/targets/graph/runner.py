@@ -84,6 +84,8 @@ class GraphRunner:
         self._states = StateCopies(self._transformer.states, self.state_slots)
         self._kept = [0] * self.state_slots  # the positions of the checkpoints
         self._positions = [0] * parallel
+        self._recent: list[tuple[int, ...]] = [()] * parallel  # the last tokens of each sequence
+        self._kept_recent: list[tuple[int, ...]] = [()] * self.state_slots
 
     # --- steps -------------------------------------------------------------------------------------------
 
@@ -106,6 +108,7 @@ class GraphRunner:
             n = len(slot.inputs)
             if slot.position == 0:
                 self._states.clear(slot.sequence)
+                self._recent[slot.sequence] = ()
             if slot.want == "none":
                 size = self._size_of(slot)
                 step = self._step(slot, size)
@@ -121,6 +124,8 @@ class GraphRunner:
                 chosen.append(int(best.item()))
                 self._logits.append(logits)
             self._positions[slot.sequence] = slot.position + n
+            if hashed := self._transformer.spec.hashed:
+                self._recent[slot.sequence] = (*self._recent[slot.sequence], *slot.inputs)[-hashed.kept :]
         return np.array(chosen, np.int32)
 
     def decode_depths(self, rows: int) -> tuple[int, ...]:
@@ -135,7 +140,7 @@ class GraphRunner:
 
     def _step(self, slot: Slot, size: int) -> Step:
         padded = [*slot.inputs, *[0] * (size - len(slot.inputs))]
-        rows = self._transformer.rows_of([max(token, 0) for token in padded])
+        rows = self._transformer.rows_of(padded, self._recent[slot.sequence])
         step = self._inputs.step(padded, rows, slot.sequence, slot.position, len(slot.inputs))
         return self._with_pictures(step, slot, size) if self._has_pictures else step
 
@@ -232,10 +237,12 @@ class GraphRunner:
     def save_state(self, slot: int, sequence: int = 0) -> None:
         self._states.save(slot, sequence)
         self._kept[slot] = self._positions[sequence]
+        self._kept_recent[slot] = self._recent[sequence]
 
     def load_state(self, slot: int, sequence: int = 0) -> None:
         self._states.load(slot, sequence)
         self._positions[sequence] = self._kept[slot]
+        self._recent[sequence] = self._kept_recent[slot]
 
     def export_state(self, slot: int) -> NDArray[np.uint8]:
         raise NotImplementedError

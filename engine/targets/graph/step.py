@@ -13,6 +13,7 @@ import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 
 from engine.description.altup import Correction, LowRank, Merge, Prediction
+from engine.description.hyper_connections import HashedEmbedding, HyperConnection, Mixing
 from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, SelectiveScan, ShortConv
 from engine.description.sublayers import (
     Attention,
@@ -33,7 +34,9 @@ from engine.measure.kernel_roles import BufferUse
 from engine.runtime.kv_blocks import BLOCK
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.graph.cached import dequantized, mask_of, quantized, stored_in
+from engine.targets.graph.chosen_tokens import ChosenTokens, index_caches
 from engine.targets.graph.feed_forward import FeedForwardLayers
+from engine.targets.graph.hyper_connections import ConnectedLayers
 from engine.targets.graph.inputs import Step
 from engine.targets.graph.parts import Run, centred, load_matrix, normed
 from engine.targets.graph.recurrent import RecurrentLayers
@@ -41,7 +44,7 @@ from engine.targets.graph.states import States
 from engine.targets.graph.streams import StreamLayers
 
 
-class Transformer(RecurrentLayers, FeedForwardLayers, StreamLayers):
+class Transformer(RecurrentLayers, FeedForwardLayers, StreamLayers, ConnectedLayers, ChosenTokens):
     """A model's weights and KV cache, and its forward pass over tokens that continue those in the cache. The cache has
     `blocks` of BLOCK places for tokens: for each attention (2, kv_heads, places, head_dim), zeros, in float16, or in
     float32 if the weights are. In the format q8_0 it is int8, and the scales of a head's blocks, as bytes, follow its
@@ -56,10 +59,10 @@ class Transformer(RecurrentLayers, FeedForwardLayers, StreamLayers):
         """Raises ModelFileError."""
         spec = self.spec = weights.spec
         self.length, self.places = length, blocks * BLOCK
-        table = spec.layer_embeddings.table if spec.layer_embeddings else None
-        self._table = weights.mapped(table) if table else None
+        mapped = [weights.mapped(table) for table in spec.host_tables]
+        self._table = mapped[0] if mapped else None
         self._no_rows = Tensor(np.zeros(1, np.uint8)).realize()
-        loaded = (weight for weight in spec.weights() if weight != table)
+        loaded = (weight for weight in spec.weights() if weight not in spec.host_tables)
         self._matrices = {weight: load_matrix(weights, weight) for weight in loaded}
         free_cached_memory()  # copies of pieces of the file
         self._vectors = {vector: Tensor(weights.vector(vector)).realize() for vector in spec.vectors()}
@@ -75,14 +78,20 @@ class Transformer(RecurrentLayers, FeedForwardLayers, StreamLayers):
             Tensor.zeros(2, a.kv_heads, self.places, width, dtype=self._kv_type).contiguous()
             for a, width in zip(spec.caching, widths, strict=True)
         ]
+        self._index_caches = index_caches(spec, self.places)
+        self._context = context
         self._numbers = Tensor(np.arange(length, dtype=np.int32))
         Tensor.realize(self._numbers, *self._caches)
         self.states = [States.zeros(operator, sequences) for operator in spec.recurrent]
 
-    def rows_of(self, tokens: Sequence[int]) -> Tensor:
-        """What a step of these tokens reads of the embeddings of layers, as the file holds it: uint8 (bytes,), of one
-        byte if the model has none."""
-        return self._no_rows if self._table is None else Tensor(self._table[tokens].reshape(-1)).realize()
+    def rows_of(self, tokens: Sequence[int], before: Sequence[int]) -> Tensor:
+        """What a step of these tokens, negative in pictures, reads of the table that stays in the file, as the file
+        holds it: uint8 (bytes,), of one byte if the model has none. `before`: the last tokens before them."""
+        if self._table is None:
+            return self._no_rows
+        hashed = self.spec.hashed
+        rows = hashed.rows(before, tokens) if hashed else np.maximum(tokens, 0)
+        return Tensor(self._table[rows].reshape(-1)).realize()
 
     def embedded(self, step: Step) -> Tensor:
         """The embeddings of a step's tokens, float32 (n, dim)."""
@@ -108,7 +117,8 @@ class Transformer(RecurrentLayers, FeedForwardLayers, StreamLayers):
         """Runs a step. Stores its keys and values in the cache and returns the normed output of the last sublayer,
         float32 (n, dim)."""
         *_, (x, _) = self.sublayers(step)
-        return self._stream_norm(x, self.spec.output_norm, self.spec.output_norm_bias)
+        spec = self.spec
+        return x if spec.ends_normed else self._stream_norm(x, spec.output_norm, spec.output_norm_bias)
 
     def store(self, step: Step) -> Tensor:
         """Runs a step of a prompt; returns the last cache that it is stored in. What follows a prompt does not need,
@@ -118,14 +128,14 @@ class Transformer(RecurrentLayers, FeedForwardLayers, StreamLayers):
 
     def copy_block(self, source: UOp, target: UOp) -> None:
         """Copies the keys and values of a block in all layers."""
-        for cache in self._caches:
+        for cache in (*self._caches, *self._index_caches):
             block = cache[:, :, source * BLOCK : source * BLOCK + BLOCK].contiguous().realize()
             stored = cache[:, :, target * BLOCK : target * BLOCK + BLOCK].uop.store(block.uop)
             Tensor(cache.uop.after(stored)).realize()
 
     def clear_block(self, target: int) -> None:
         """Makes the keys and values of a block zeros in all layers."""
-        for cache in self._caches:
+        for cache in (*self._caches, *self._index_caches):
             block = cache[:, :, target * BLOCK : target * BLOCK + BLOCK]
             stored = block.uop.store(block.const_like(0).uop)
             Tensor(cache.uop.after(stored)).realize()
@@ -154,7 +164,7 @@ class Transformer(RecurrentLayers, FeedForwardLayers, StreamLayers):
             uses.add_experts(e, 1, gate_up, down)
         uses.add(BufferUse("attention", "token", self.length), *(t for pair in self._ropes for t in pair))
         uses.add(BufferUse("attention", "token", self.length), self._temperatures)
-        uses.add(BufferUse("attention", "context", self.places), *self._caches)
+        uses.add(BufferUse("attention", "context", self.places), *self._caches, *self._index_caches)
         uses.add(BufferUse("delta net", "token"), *(t for state in self.states for t in state.tensors))
         return uses
 
@@ -181,6 +191,7 @@ class Transformer(RecurrentLayers, FeedForwardLayers, StreamLayers):
             },
             self._layer_embeddings(x, step.rows) if spec.layer_embeddings else [],
             iter(self._caches),
+            iter(self._index_caches),
             iter(self.states),
             [self._numbers, *self._caches][-1],
         )
@@ -192,7 +203,7 @@ class Transformer(RecurrentLayers, FeedForwardLayers, StreamLayers):
             run.before, read = read, x
             h = x if norm is None else self._stream_norm(x, norm, sublayer.norm_bias)
             x = h if sublayer.replaces else x
-            y = _SUBLAYERS[type(operator)](self, operator, h, run)
+            y = self._computed(operator, h, run)
             y = y if sublayer.post_norm is None else self._norm(y, sublayer.post_norm, spec.post_eps or None)
             if is_added_later:
                 waiting.append(y.contiguous())
@@ -210,6 +221,9 @@ class Transformer(RecurrentLayers, FeedForwardLayers, StreamLayers):
                 x = x.contiguous()
                 x.realize()  # layer by layer, so that tinygrad schedules the first and reuses that for the others
             yield x, run.stored
+
+    def _computed(self, operator: Operator, x: Tensor, run: Run) -> Tensor:
+        return _SUBLAYERS[type(operator)](self, operator, x, run)
 
     def _picture_part(self, of_pictures: Tensor, part: int) -> Tensor:
         return of_pictures[:, part * self.spec.dim : (part + 1) * self.spec.dim]
@@ -288,7 +302,8 @@ class Transformer(RecurrentLayers, FeedForwardLayers, StreamLayers):
             if a.has_normed_values:
                 v = normed(v, self.spec.eps)
             new = Tensor.stack(k, v)
-        out = self._attended(a, q, new, run).transpose(0, 1).reshape(x.shape[0], -1)
+        unchosen = self._unchosen(a.indexer, x, run, self._context) if a.indexer else None
+        out = self._attended(a, q, new, run, unchosen).transpose(0, 1).reshape(x.shape[0], -1)
         if a.gate:
             gate = self._product(a.gate, x)
             gate = gate.softplus() if a.gating == "softplus" else gate.sigmoid()
@@ -329,12 +344,17 @@ class Transformer(RecurrentLayers, FeedForwardLayers, StreamLayers):
         matrices = self._matrices[weight].dequantize().reshape(heads, weight.rows, weight.cols)
         return (x @ matrices.transpose(1, 2)).contiguous()
 
-    def _attended(self, a: Attention, q: Tensor, new: Tensor | None, run: Run) -> Tensor:
+    def _attended(
+        self, a: Attention, q: Tensor, new: Tensor | None, run: Run, unchosen: Tensor | None = None
+    ) -> Tensor:
         """The weighted sums of values for the queries q, (heads, n, head_dim). The `new` keys and values (2, kv_heads,
-        n, head_dim) are stored in the layer's cache. The mask, if any, is added to the scores: (n, position + n)."""
+        n, head_dim) are stored in the layer's cache. The mask, if any, is added to the scores, (n, position + n), and
+        so is what says which tokens are `unchosen`."""
         run.read.append(next(run.caches) if a.cache_of is None else run.read[a.cache_of])
         kv, mask, step = run.read[-1], run.masks[a.window, a.looks_ahead, a.chunked], run.step
         n, position = cast(int, q.shape[1]), step.position
+        if unchosen is not None:
+            mask = unchosen if mask is None else mask + unchosen
         if self._temperatures is not None and a.tempered:
             q = q * self._temperatures[position : position + n].reshape(1, n, 1)
         if new is not None:
@@ -384,5 +404,8 @@ _SUBLAYERS: dict[type[Operator], Callable[[Transformer, Any, Tensor, Run], Tenso
     Prediction: Transformer._predict,
     Correction: Transformer._correct,
     Merge: Transformer._merge,
+    HyperConnection: Transformer._connected,
+    Mixing: Transformer._mixed_at_last,
+    HashedEmbedding: Transformer._hashed_embedding,
 }
 """What computes each kind of sublayer: of x (n, dim), normed if the sublayer has a norm, (n, dim)."""
