@@ -10,9 +10,14 @@ from typing import Any
 import gguf
 import numpy as np
 
-from engine.description.vision_reader import KINDS
+from engine.description.encoder_kinds import KINDS
 
 DIM, WIDTH, HEADS, PATCH = 32, 48, 2, 4
+
+
+def _sizes_of_tiles(side: int) -> list[int]:
+    """Widths and heights of one tile, of two, and of four."""
+    return [n * side for n in (1, 1, 1, 2, 2, 1, 2, 2)]
 
 
 @dataclass
@@ -43,10 +48,15 @@ class _Encoder:
         self.joined = self.merge**2 * self.dim
         # the first one of which has windows, or comes before fewer patches
         layers = 1 + (
-            self.deep or self.kind in ("qwen2.5vl_merger", "minicpmv4_6", "exaone4_5", "muse-glimmer")
+            self.deep
+            or self.kind
+            in ("qwen2.5vl_merger", "minicpmv4_6", "exaone4_5", "muse-glimmer", "youtuvl", "granite4_vision")
         )
-        self.layers = max(self.features, default=layers) if self.kind != "gemma4uv" else 0
-        self.side = self.side or (16 if self.kind == "deepseekocr" else 2 * self.merge) * self.patch
+        self.layers = max(self.features, default=layers) if self.kind not in ("gemma4uv", "gemma3nv") else 0
+        sides = {"deepseekocr": 16, "gemma3nv": 64, "granite4_vision": 8}
+        self.side = self.side or sides.get(self.kind, 2 * self.merge) * self.patch
+        if self.kind == "granite4_vision":
+            self.dim = 64
         self.rng, self.writer = np.random.default_rng(self.seed), gguf.GGUFWriter(str(self.path), "clip")
         self.is_qwen = self.kind.startswith("qwen") or self.kind == "exaone4_5"
         self.has_class = self.kind in ("internvl", "llama4", "deepseekocr") or (
@@ -55,7 +65,7 @@ class _Encoder:
         self.has_biases = self.is_qwen or self.kind in (
             "paddleocr", "kimivl", "kimik25", "lfm2", "mlp", "resampler", "phi4", "janus_pro", "gemma3", "idefics3",
             "internvl", "llama4", "nemotron_v2_vl", "gemma4uv", "hunyuanvl",
-            "deepseekocr", "minicpmv4_6", "muse-glimmer",
+            "deepseekocr", "minicpmv4_6", "muse-glimmer", "youtuvl", "granite4_vision",
         )  # fmt: skip
 
     def write(self) -> Path:
@@ -147,6 +157,15 @@ class _Encoder:
             writer.add_uint32("clip.vision.projector.scale_factor", merge)
         if kind == "idefics3":
             writer.add_uint32("clip.vision.preproc_image_size", 3 * self.side)
+        if kind == "youtuvl":
+            writer.add_uint32("clip.vision.window_size", 4 * self.patch)
+            writer.add_array("clip.vision.wa_layer_indexes", [1])
+        if kind == "granite4_vision":
+            writer.add_array("clip.vision.image_grid_pinpoints", self.choices or _sizes_of_tiles(self.side))
+            for key, value in {"feature_layer": [0, 1, 1], "projector.spatial_offsets": [-1, 0, 3]}.items():
+                writer.add_array(f"clip.vision.{key}", value)
+            writer.add_uint32("clip.vision.projector.query_side", 2)
+            writer.add_uint32("clip.vision.projector.window_side", 4)
         if kind in ("qwen2.5vl_merger", "exaone4_5"):
             writer.add_uint32("clip.vision.n_wa_pattern", 2)
         if kind == "exaone4_5":
@@ -161,7 +180,7 @@ class _Encoder:
         if kind == "resampler":
             writer.add_int32("clip.minicpmv_version", self.version)
             writer.add_uint32("clip.minicpmv_query_num", 5)
-        if self.choices:
+        if self.choices and kind == "mlp":
             writer.add_array("clip.vision.image_grid_pinpoints", self.choices)
         if kind != "qwen2vl_merger" and (kind != "mlp" or self.features):
             is_silu = kind in ("pixtral", "qwen2.5vl_merger", "exaone4_5", "dots_ocr", "glm4v")
@@ -179,8 +198,10 @@ class _Encoder:
             self.norm("v.patch_norm.1", 3 * patch_of_all**2)
             self.norm("v.patch_norm.2")
             self.norm("v.patch_norm.3")
-        elif kind == "llama4":
+        elif kind in ("llama4", "youtuvl"):
             self.matrix("v.patch_embd", dim, 3 * patch**2)
+        elif kind == "gemma3nv":
+            self._net()
         else:
             self.matrix("v.patch_embd", dim, 3, patch, patch)
         places = {
@@ -189,6 +210,7 @@ class _Encoder:
             "phi4": (16,), "janus_pro": (n,), "nemotron_v2_vl": (n,), "kimik25": (4, 4), "paddleocr": (9,),
             "kimivl": (16,), "lfm2": (256,), "glm4v": (36,), "hunyuanvl": (36,),
             "deepseekocr": (n + 1,), "minicpmv4_6": (4900,), "muse-glimmer": (36,),
+            "granite4_vision": (n,),
         }  # fmt: skip
         if kind in places:
             self.tensor("v.position_embd.weight", *places[kind], dim, std=0.5)
@@ -203,6 +225,42 @@ class _Encoder:
             self.tensor("v.class_embd", dim, std=0.5)
         if kind == "nemotron_v2_vl":
             self.tensor("v.class_embd", 3, dim, std=0.5)
+
+    def _net(self) -> None:
+        """MobileNet: a stage of blocks that grow at once, two of those that grow channel by channel, one of
+        attention."""
+
+        def convolution(name: str, rows: int, cols: int, kernel: int, norm: str = "") -> None:
+            self.tensor(f"{name}.weight", rows, cols, kernel, kernel, std=(cols * kernel**2) ** -0.5)
+            if norm:
+                self.tensor(f"{norm}.weight", rows, mean=1.0)
+
+        convolution("v.conv_stem.conv", 8, 3, 3, "v.conv_stem.bn")
+        self.tensor("v.conv_stem.conv.bias", 1, 8, 1, 1)
+        for i in range(2):
+            convolution(f"v.blk.0.{i}.conv_exp", 16, 8, 3, f"v.blk.0.{i}.bn1")
+            convolution(f"v.blk.0.{i}.conv_pwl", 8, 16, 1, f"v.blk.0.{i}.bn2")
+        for stage, rows, cols in (1, 12, 8), (2, 16, 12), (3, 24, 16):
+            for i, (before, kernel) in enumerate(((cols, 5), (rows, 0))):
+                prefix = f"v.blk.{stage}.{i}."
+                convolution(prefix + "dw_start.conv", before, 1, 3, prefix + "dw_start.bn")
+                convolution(prefix + "pw_exp.conv", 2 * rows, before, 1, prefix + "pw_exp.bn")
+                if kernel:
+                    convolution(prefix + "dw_mid.conv", 2 * rows, 1, kernel, prefix + "dw_mid.bn")
+                convolution(prefix + "pw_proj.conv", rows, 2 * rows, 1, prefix + "pw_proj.bn")
+                self.tensor(prefix + "layer_scale.gamma", 1, rows, 1, 1, mean=0.5)
+        for i, stage, rows in (2, 2, 16), (2, 3, 24):
+            prefix = f"v.blk.{stage}.{i}."
+            self.tensor(prefix + "norm.weight", rows, mean=1.0)
+            for name, width in ("query", 16), ("key", 8), ("value", 8):
+                convolution(f"{prefix}attn.{name}.proj", width, rows, 1)
+                if stage == 2 and name != "query":
+                    convolution(f"{prefix}attn.{name}.down_conv", rows, 1, 3, f"{prefix}attn.{name}.norm")
+            convolution(prefix + "attn.output.proj", rows, 16, 1)
+            self.tensor(prefix + "layer_scale.gamma", 1, rows, 1, 1, mean=0.5)
+        convolution("v.msfa.ffn.pw_exp.conv", 48, 40, 1, "v.msfa.ffn.pw_exp.bn")
+        convolution("v.msfa.ffn.pw_proj.conv", self.dim, 48, 1, "v.msfa.ffn.pw_proj.bn")
+        self.tensor("v.msfa.norm.weight", self.dim, mean=1.0)
 
     def _stem(self) -> None:
         """Three layers, the last of which has no windows, and convolutions."""
@@ -261,8 +319,33 @@ class _Encoder:
         self.matrix(prefix + "ds_ffn_up", 4 * self.width, joined)
         self.matrix(prefix + "ds_ffn_down", self.dim, 4 * self.width)
 
+    def _window_projector(self, i: int) -> None:
+        prefix, dim = f"v.proj_blk.{i}.", self.dim
+        self.tensor(prefix + "query", 1, 4, dim, std=0.5)
+        self.tensor(prefix + "img_pos", 1, 16, dim, std=0.5)
+        for name in "norm", "post_norm", "self_attn_norm", "cross_attn_norm", "ffn_norm":
+            self.norm(prefix + name)
+        for name in (f"{kind}_attn_{x}" for kind in ("self", "cross") for x in ("q", "k", "v", "out")):
+            self.matrix(prefix + name, dim, dim)
+        self.matrix(prefix + "ffn_up", self.width, dim)
+        self.matrix(prefix + "ffn_down", dim, self.width)
+        self.matrix(prefix + "linear", self.out, dim)
+
     def _projector(self) -> None:
         match self.kind:
+            case "granite4_vision":
+                self.norm("v.post_ln")  # which is not read
+                self.tensor("v.image_newline", self.out)
+                for i in range(3):
+                    self._window_projector(i)
+            case "gemma3nv":
+                self.norm("mm.soft_emb_norm", has_bias=False)
+                self.matrix("mm.input_projection", self.out, self.dim)
+            case "youtuvl":
+                self.norm("v.post_ln")
+                self.norm("mm.input_norm", has_bias=False)
+                self.matrix("mm.0", self.joined, self.joined)
+                self.matrix("mm.2", self.out, self.joined)
             case "muse-glimmer":
                 self.norm("v.post_ln")
                 for i, cols in enumerate((self.joined, self.width, self.width)):

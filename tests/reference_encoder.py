@@ -17,7 +17,12 @@ from engine.description.vision import (
     Activate,
     Activation,
     Affine,
+    ConvolutionNet,
+    CrossAttention,
     FixedRow,
+    ImageAttention,
+    ImageBlock,
+    ImageStep,
     Linear,
     Merge,
     Norm,
@@ -27,6 +32,7 @@ from engine.description.vision import (
     QueryAttention,
     Stem,
     VisionSpec,
+    WindowQueries,
 )
 from engine.description.vision_reader import read_vision
 from engine.formats.gguf import GGUF
@@ -43,19 +49,20 @@ class ReferenceEncoder:
 
     def __call__(self, *rgbs: NDArray[np.uint8]) -> Floats:
         """The embeddings of a picture's parts at the encoder's sizes: (tokens, width), with what stands among them."""
-        return np.concatenate([self._encoded(rgb) for rgb in rgbs])
+        page = -1 if len(rgbs) == 1 else int(self.spec.whole_first)
+        return np.concatenate([self._encoded(rgb, i == page) for i, rgb in enumerate(rgbs)])
 
-    def _encoded(self, rgb: NDArray[np.uint8]) -> Floats:
-        tiles = self.spec.tiles
-        if self.spec.stem is None or tiles is None or len(rgb) == rgb.shape[1] == self.spec.size.most:
-            return self._with_ends(self._square(rgb), rgb.shape[0] // (self.spec.patch * self.spec.merge))
+    def _encoded(self, rgb: NDArray[np.uint8], is_page: bool) -> Floats:
+        tiles, side = self.spec.tiles, self.spec.patch * self.spec.merge
+        if not is_page or tiles is None or self.spec.page is None:
+            return self._with_ends(self._square(rgb), rgb.shape[0] // side)
         lines = []  # those of all tiles that are side by side
         for row in np.split(rgb, len(rgb) // tiles.side):
             side_by_side = np.split(row, row.shape[1] // tiles.side, axis=1)
-            n = tiles.side // self.spec.patch
+            n = tiles.side // side
             lines.append(np.concatenate([self._square(tile).reshape(n, n, -1) for tile in side_by_side], 1))
-        whole = np.concatenate(lines)
-        return self._with_ends(whole.reshape(-1, whole.shape[-1]), len(whole), is_end=False)
+        end = np.tile(self._fixed(self.spec.page), len(self.spec.projectors))
+        return np.concatenate([np.concatenate([row, end]) for row in np.concatenate(lines)])
 
     def _square(self, rgb: NDArray[np.uint8]) -> Floats:
         spec, p, m, k = self.spec, self.spec.patch, self.spec.merge, self.spec.square
@@ -72,12 +79,13 @@ class ReferenceEncoder:
                 for x in range(k)
             ]
         )
-        patches = [
-            pixels[y * p : (y + 1) * p, x * p : (x + 1) * p].transpose(2, 0, 1) for y, x in self._places
-        ]
+        order = (0, 1, 2) if spec.colours_last else (2, 0, 1)
+        patches = [pixels[y * p : (y + 1) * p, x * p : (x + 1) * p].transpose(order) for y, x in self._places]
         x = np.stack(patches).reshape(len(patches), -1)
         x = self._normed(x, spec.pixel_norm) if spec.pixel_norm else x
-        stem = self._stem(spec.stem, pixels) if spec.stem else None
+        stem = self._stem(spec.stem, pixels) if isinstance(spec.stem, Stem) else None
+        if isinstance(spec.stem, ConvolutionNet):
+            stem = self._net(spec.stem, pixels)
         x = sum(x @ self._matrix(kernel).T for kernel in spec.kernels) if stem is None else stem
         x = x + self._vector(spec.bias) if spec.bias else x
         if spec.summary and spec.positions:
@@ -87,7 +95,7 @@ class ReferenceEncoder:
             first = spec.positions.of_summary == "first"
             if spec.positions.of_summary != "none":
                 own = own + table[0 if first else -1]
-            if spec.stem:
+            if stem is not None:
                 n = math.isqrt(len(table) - 1)
                 by = [
                     resizing("smoothed bicubic", n, count)[of]
@@ -156,6 +164,88 @@ class ReferenceEncoder:
             x = self._normed(x, of.norm) if of.norm else x
         return x
 
+    def _net(self, net: ConvolutionNet, pixels: Floats) -> Floats:
+        x, read = pixels, []
+        for i, block in enumerate(net.blocks):
+            x = self._block(block, x)
+            read += [x] if i in net.read else []
+        large = [np.kron(of, np.ones((len(read[0]) // len(of),) * 2 + (1,), np.float32)) for of in read]
+        x = self._block(net.last, np.concatenate(large, -1))
+        k = len(x) // net.side
+        means = [
+            x[i : i + k, j : j + k].mean((0, 1)) for i in range(0, len(x), k) for j in range(0, len(x), k)
+        ]
+        return self._normed(np.stack(means), net.norm) if net.norm else np.stack(means)
+
+    def _block(self, block: ImageBlock, x: Floats) -> Floats:
+        y = x
+        for step in block.steps:
+            y = self._convolved(step, y) if isinstance(step, ImageStep) else self._seen(step, y)
+        y = y * self._vector(block.scale) if block.scale else y
+        return x + y if block.adds else y
+
+    def _convolved(self, of: ImageStep, x: Floats) -> Floats:
+        k, count, kernels = of.kernel, -(-len(x) // of.stride), self._matrix(of.weight)
+        room = max((count - 1) * of.stride + k - len(x), 0)
+        edge = (room // 2, room - room // 2)
+        x, out = np.pad(x, (edge, edge, (0, 0))), np.empty((count, count, of.weight.rows), np.float32)
+        for i, j in np.ndindex(count, count):
+            around = x[i * of.stride : i * of.stride + k, j * of.stride : j * of.stride + k].transpose(
+                2, 0, 1
+            )
+            out[i, j] = (around.reshape(-1, k * k) * kernels).sum(1) if of.deep else kernels @ around.ravel()
+        out = out + self._vector(of.bias) if of.bias else out
+        out = self._normed(out, of.norm) if of.norm else out
+        return activated(out, "gelu") if of.activates else out
+
+    def _seen(self, of: ImageAttention, x: Floats) -> Floats:
+        """Attention of an image's places, head by head."""
+        x, made = self._normed(x, of.norm), []
+        for steps in ((of.q,), of.k, of.v):
+            y = x
+            for step in steps:
+                y = self._convolved(step, y)
+            made.append(y.reshape(-1, y.shape[-1]))
+        q, k, v = made
+        heads = []
+        for own in np.split(q, q.shape[1] // k.shape[1], axis=1):
+            shares = np.exp(own @ k.T / math.sqrt(k.shape[1]))
+            heads.append(shares / shares.sum(1, keepdims=True) @ v)
+        return self._convolved(of.o, np.concatenate(heads, 1).reshape(*x.shape[:2], -1))
+
+    def _asked_by_windows(self, of: WindowQueries, x: Floats) -> Floats:
+        """Window by window, in the order of rows at last."""
+        x, n, m = self._normed(x, of.norm), self.spec.window, self.spec.merge
+        out = np.empty((len(x) // m**2, x.shape[1]), np.float32)
+        at = self._places // (n * m)
+        for window in np.unique(at, axis=0):
+            patches = np.flatnonzero((at == window).all(1))
+            within = self._places[patches] % (n * m)
+            seen = x[patches] + self._vector(of.places).reshape(-1, x.shape[1])[within @ [n * m, 1]]
+            for_each, tokens = [], within // m @ [n, 1]
+            for token in range(n * n):
+                own = [
+                    i for i in np.flatnonzero(tokens == token) if of.patch in (None, within[i] % m @ [m, 1])
+                ]
+                for_each.append(x[patches][own].mean(0))
+            y = np.stack(for_each) + self._vector(of.queries).reshape(n * n, -1)
+            y = self._normed(y, of.query_norm)
+            y = self._crossed(of.cross, self._crossed(of.own, y, y), seen)
+            y = self._normed(y + self._fed(of.feed_forward, y), of.last_norm)
+            for token in range(n * n):
+                out[patches[np.flatnonzero(tokens == token)[0]] // m**2] = y[token]
+        return out
+
+    def _crossed(self, of: CrossAttention, x: Floats, to: Floats) -> Floats:
+        q, k, v = (
+            self._product(linear, rows).reshape(len(rows), of.heads, -1)
+            for linear, rows in ((of.q, x), (of.k, to), (of.v, to))
+        )
+        scores = np.einsum("qhd,khd->hqk", q, k) / np.float32(math.sqrt(of.head_dim))
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        y = np.einsum("hqk,khd->qhd", shares / shares.sum(-1, keepdims=True), v).reshape(len(x), -1)
+        return self._normed(x + self._product(of.o, y), of.norm)
+
     def _in_windows(self, a: PatchAttention, x: Floats, size: int) -> Floats:
         """Window by window, each query by itself. What is beyond the picture is zeros."""
         n, count = len(x), -(-len(x) // size)
@@ -177,12 +267,10 @@ class ReferenceEncoder:
             out[window] = self._product(a.o, attended.reshape(len(rows), -1)).reshape(size, size, -1)
         return out[:n, :n].reshape(n * n, -1)
 
-    def _with_ends(self, embeddings: Floats, rows: int, is_end: bool = True) -> Floats:
-        if (ends := self.spec.ends) is None:
+    def _with_ends(self, embeddings: Floats, rows: int) -> Floats:
+        if (ends := self.spec.ends) is None or ends.line is None:
             return embeddings
         lines = [np.concatenate([row, self._fixed(ends.line)]) for row in np.split(embeddings, rows)]
-        if not is_end:
-            return np.concatenate(lines)
         lines = [self._fixed(ends.begin), *lines] if ends.begin else lines
         return np.concatenate([*lines, self._fixed(ends.end)]) if ends.end else np.concatenate(lines)[:-1]
 
@@ -270,6 +358,8 @@ class ReferenceEncoder:
                 return activated(x, activation)
             case QueryAttention():
                 return self._queried(step, x)
+            case WindowQueries():
+                return self._asked_by_windows(step, x)
             case Affine(factor=factor, minus=minus, times=times):
                 x = x * np.float32(factor)
                 x = x - self._vector(minus) if minus else x

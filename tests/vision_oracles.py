@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from engine.description.architectures import read_spec
 from engine.description.encoder_input import resized
+from engine.description.encoder_kinds import FITTING
 from engine.description.spec import ModelSpec
 from engine.description.sublayers import Attention
-from engine.description.vision_reader import FITTING, read_vision
+from engine.description.vision_reader import read_vision
 from engine.formats.gguf import GGUF
 from engine.formats.prompt_pictures import PlacedPicture, SizedPicture
 from engine.loading.weights import Weights

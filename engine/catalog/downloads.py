@@ -22,7 +22,7 @@ from engine.catalog.names import HubModel, WebFile
 from engine.catalog.progress import Meter, Progress
 from engine.catalog.transfer import LOCK_S, Target, fetch
 from engine.description.architectures import check_architecture
-from engine.description.vision_reader import FITTING
+from engine.description.encoder_kinds import FITTING
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, printable
 from engine.system.whole_file import write_whole

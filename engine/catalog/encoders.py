@@ -59,7 +59,8 @@ def encoder_beside(model: Path) -> Path | None:
 def fits(encoder: Path, model: Path) -> bool:
     """Whether an encoder runs, and is for models such as this one. Reads the heads of both files."""
     from engine.description.deepstack import picture_width  # imports numpy, as does the next one
-    from engine.description.vision_reader import FITTING, read_vision
+    from engine.description.encoder_kinds import FITTING
+    from engine.description.vision_reader import read_vision
     from engine.formats.gguf import GGUF
 
     with contextlib.suppress(ModelFileError, OSError), GGUF(encoder) as seen, GGUF(model) as file:

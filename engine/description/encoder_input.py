@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,18 +35,13 @@ class Grid:
         side = spec.patch * spec.merge
         return cls(height // side, width // side)
 
-    def is_tiled(self, spec: VisionSpec) -> bool:
-        """Whether it is that of all tiles of a picture at once."""
-        return spec.stem is not None and self != Grid.of(spec, spec.size.most, spec.size.most)
-
     def tokens(self, spec: VisionSpec) -> int:
-        """Embeddings of the picture, those after rows included."""
-        if spec.ends is None:
-            return spec.queries or self.rows * self.columns
-        if self.is_tiled(spec):
-            return self.rows * (self.columns + 1)
-        ends = int(spec.ends.begin is not None) + (1 if spec.ends.end else -1)
-        return self.rows * (self.columns + 1) + ends
+        """Embeddings of the picture, with what stands among them."""
+        count, ends = spec.queries or self.rows * self.columns, spec.ends
+        if ends is None:
+            return count
+        lines = self.rows - (ends.end is None) if ends.line else 0
+        return count + lines + sum(end is not None for end in (ends.begin, ends.end))
 
 
 @dataclass(frozen=True)
@@ -76,6 +71,7 @@ class EncoderInput:
 
 
 _CUBIC_TERMS = 64  # of a table whose sides are up to 1.6 times those of what it becomes
+_ROUNDING = 1e-7  # of a number of rows or columns that is whole
 _MOST_PADDED = 8000
 """The side of a picture that is made square. One of 65,535 x 1 pixels would take 13 GB."""
 
@@ -85,13 +81,40 @@ def layout(spec: VisionSpec, width: int, height: int) -> tuple[Grid, tuple[Part,
     model reads them."""
     grid = Grid.of(spec, *spec.size(width, height))
     cut, whole = spec.cut(width, height), Part(grid.tokens(spec))
-    if cut is None or cut.rows * cut.columns == 1:
+    if cut is None:
         return grid, (whole,)
-    if spec.stem:
-        return grid, (Part(Grid.of(spec, *cut.sizes[-1]).tokens(spec), (1, 1)), whole)
-    tokens = Grid.of(spec, *_read_of(spec, cut)).tokens(spec)
+    if spec.page:
+        page = Part(len(_kept_of_page(spec, cut, width, height)), (1, 1))
+        return grid, (whole, page) if spec.whole_first else (page, whole)
+    if cut.rows * cut.columns == 1:
+        return grid, (whole,)
+    tokens = Grid.of(spec, *_tile_of(spec, cut)).tokens(spec)
     tiles = [Part(tokens, (row + 1, column + 1)) for row, column in np.ndindex(cut.rows, cut.columns)]
     return grid, (whole, *tiles) if spec.whole_first else (*tiles, whole)
+
+
+def kept_embeddings(spec: VisionSpec, width: int, height: int) -> Ints | None:
+    """Which of the embeddings that an encoder makes of a picture of `width` x `height` pixels are read: those of a
+    padding around it are not. None: all."""
+    cut = spec.cut(width, height)
+    if cut is None or not spec.page or not cut.padded:
+        return None
+    whole = Grid.of(spec, *spec.size(width, height)).tokens(spec)
+    return np.concatenate([np.arange(whole), whole + _kept_of_page(spec, cut, width, height)])
+
+
+def _kept_of_page(spec: VisionSpec, cut: Cut, width: int, height: int) -> Ints:
+    """The same of the grid of all tiles, with the ends of its rows."""
+    grid = Grid.of(spec, *_tile_of(spec, cut))
+    down, across = grid.rows * cut.rows, grid.columns * cut.columns
+    rows, columns = range(down), range(across)
+    if cut.padded and width * down > height * across:
+        off = (down - math.floor(height * across / width + _ROUNDING)) // 2
+        rows = range(off, down - off)
+    elif cut.padded:
+        off = (across - math.floor(width * down / height + _ROUNDING)) // 2
+        columns = range(off, across - off)
+    return np.array([row * (across + 1) + column for row in rows for column in (*columns, across)], np.int64)
 
 
 def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], ...]:
@@ -104,20 +127,22 @@ def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> tuple[NDArray[np.uint8]
 
     def whole(picture: Image.Image) -> NDArray[np.uint8]:
         if spec.padding and picture.width != picture.height:
-            side = full[0] if spec.stem else min(max(picture.size), _MOST_PADDED)
-            picture = ImageOps.pad(picture, (side, side), how, spec.padding)
+            side = full[0] if spec.padding.at_last else min(max(picture.size), _MOST_PADDED)
+            picture = ImageOps.pad(picture, (side, side), how, spec.padding.colour)
         return _cropped(np.asarray(picture if picture.size == full else sized(picture, full)), size)
 
     match spec.kind:
-        case "gemma3" | "lfm2" | "phi4" | "llama4":
+        case "gemma3" | "gemma3nv" | "lfm2" | "phi4" | "llama4" | "youtuvl":
             how = Image.Resampling.BILINEAR
         case "idefics3" | "muse-glimmer":
             how = Image.Resampling.LANCZOS
         case _:
             how = Image.Resampling.BICUBIC
     picture, size = Image.fromarray(rgb), spec.size(rgb.shape[1], rgb.shape[0])
-    is_square = spec.tiles is not None and spec.size.how == "square" and not spec.stem
-    full = (spec.tiles.side, spec.tiles.side) if spec.tiles and is_square else size
+    tile = spec.tiles.side if spec.tiles and spec.size.how == "square" else 0
+    full = (
+        (tile, tile) if 0 <= tile - size[0] < spec.size.align else size
+    )  # whose last pixels are of no patch
     if (cut := spec.cut(rgb.shape[1], rgb.shape[0])) is None:
         return (whole(picture),)
     if cut.padded == "corner":
@@ -125,11 +150,12 @@ def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> tuple[NDArray[np.uint8]
     else:
         padded = ImageOps.pad(picture, cut.sizes[0], how) if cut.padded else picture
         stretched = functools.reduce(sized, cut.sizes, padded)
-    if spec.stem:
-        return np.asarray(stretched), whole(picture)
+    if spec.page:
+        page = np.asarray(stretched)
+        return (whole(picture), page) if spec.whole_first else (page, whole(picture))
     across, down = stretched.width // cut.columns, stretched.height // cut.rows
     tiles = np.asarray(stretched).reshape(cut.rows, down, cut.columns, across, 3).transpose(0, 2, 1, 3, 4)
-    parts = [_cropped(tile, _read_of(spec, cut)) for tile in tiles.reshape(-1, down, across, 3)]
+    parts = [_cropped(tile, _tile_of(spec, cut)) for tile in tiles.reshape(-1, down, across, 3)]
     if len(parts) == 1:
         return (parts[0],)
     is_from_tiles = len(cut.sizes) > 1 and not cut.padded
@@ -142,7 +168,7 @@ def _cropped(rgb: NDArray[np.uint8], size: Size) -> NDArray[np.uint8]:
     return np.ascontiguousarray(rgb[: size[1], : size[0]])
 
 
-def _read_of(spec: VisionSpec, cut: Cut) -> Size:
+def _tile_of(spec: VisionSpec, cut: Cut) -> Size:
     """The pixels of a tile that are read: whole tokens."""
     side = spec.patch * spec.merge
     across, down = cut.sizes[-1]
@@ -176,7 +202,7 @@ def encoder_input(
     mean, std = (np.asarray(of, np.float32) for of in (spec.mean, spec.std))
     x = (arranged(spec, rgb).astype(np.float32) / np.float32(255) - mean) / std
     squares = x.reshape(grid.rows, m // k, k, p, grid.columns, m // k, k, p, 3)
-    squares = squares.transpose(0, 4, 1, 5, 2, 6, 8, 3, 7)
+    squares = squares.transpose(0, 4, 1, 5, 2, 6, *((3, 7, 8) if spec.colours_last else (8, 3, 7)))
     places = places_of(spec, grid, 0 if table is None else len(table))
     added: Floats | None = None
     if table is not None:
@@ -273,23 +299,44 @@ def position_terms(spec: VisionSpec, n: int) -> int:
     return 4
 
 
-def as_read(spec: VisionSpec, embeddings: Floats, grid: Grid, fixed: Callable[[FixedRow], Floats]) -> Floats:
-    """A picture's embeddings, (rows * columns, out), row by row, with the encoder's `ends`. `fixed` gives one of
-    them."""
-    if spec.window:
-        by_rows = np.empty_like(embeddings)
-        by_rows[_order(spec.window, grid)[0]] = embeddings
-        return by_rows
-    if spec.ends is None:
+def row_by_row(spec: VisionSpec, embeddings: Floats, grid: Grid) -> Floats:
+    """The embeddings of a picture's tokens, (rows * columns, width), which are window by window if there are some."""
+    if not spec.window:
         return embeddings
-    line, size = fixed(spec.ends.line), embeddings.shape[1]
-    rows = embeddings.reshape(grid.rows, grid.columns, size)
-    joined = np.concatenate([rows, np.broadcast_to(line, (grid.rows, 1, size))], axis=1).reshape(-1, size)
-    if grid.is_tiled(spec):
-        return joined
-    begin = [fixed(spec.ends.begin)[None]] if spec.ends.begin else []
-    end = [fixed(spec.ends.end)[None]] if spec.ends.end else []
-    return np.concatenate([*begin, joined if end else joined[:-1], *end])
+    by_rows = np.empty_like(embeddings)
+    by_rows[_order(spec.window, grid)[0]] = embeddings
+    return by_rows
+
+
+def as_read(spec: VisionSpec, embeddings: Floats, grid: Grid, fixed: Callable[[FixedRow], Floats]) -> Floats:
+    """`with_ends` of `row_by_row`."""
+    return with_ends(spec, row_by_row(spec, embeddings, grid), grid, fixed)
+
+
+def with_ends(
+    spec: VisionSpec, embeddings: Floats, grid: Grid, fixed: Callable[[FixedRow], Floats]
+) -> Floats:
+    """A picture's embeddings, (rows * columns, width), row by row, with the encoder's `ends`. `fixed` gives one of
+    them."""
+    if (ends := spec.ends) is None:
+        return embeddings
+    joined = _with_lines(embeddings, grid.rows, fixed(ends.line)) if ends.line else embeddings
+    begin = [fixed(ends.begin)[None]] if ends.begin else []
+    end = [fixed(ends.end)[None]] if ends.end else []
+    return np.concatenate([*begin, joined if end or not ends.line else joined[:-1], *end])
+
+
+def as_page(tiles: Sequence[Floats], rows: int, columns: int, line: Floats) -> Floats:
+    """The embeddings of tiles, each a square row by row, (tokens, width), as one grid: line by line, with `line` after
+    each. If this is of one projector, it is the same in all parts of an embedding."""
+    n, width = math.isqrt(len(tiles[0])), tiles[0].shape[1]
+    squares = np.stack(tiles).reshape(rows, columns, n, n, width).transpose(0, 2, 1, 3, 4)
+    return _with_lines(squares.reshape(-1, width), rows * n, np.tile(line, width // len(line)))
+
+
+def _with_lines(embeddings: Floats, rows: int, line: Floats) -> Floats:
+    lines, size = embeddings.reshape(rows, -1, len(line)), len(line)
+    return np.concatenate([lines, np.broadcast_to(line, (rows, 1, size))], axis=1).reshape(-1, size)
 
 
 def waves(grid: Grid, size: int) -> Floats:

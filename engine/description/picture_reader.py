@@ -8,6 +8,7 @@ import numpy as np
 
 from engine.description.checked_file import CheckedFile
 from engine.description.picture_size import SizeRule, TileRule
+from engine.description.vision import Padding
 from engine.formats.gguf import damaged
 
 MAX_SIDE = 1 << 14
@@ -55,19 +56,17 @@ class PictureReader(CheckedFile):
             return (0.5, 0.5, 0.5)
         return red, green, blue
 
-    def padding(self) -> tuple[int, int, int] | None:
+    def padding(self) -> Padding | None:
         """The mean of colours. LLaVA 1.6 stretches the whole picture."""
         red, green, blue = (int(255 * min(max(mean, 0.0), 1.0)) for mean in self.colours("image_mean"))
-        return (
-            (red, green, blue)
-            if self.kind in ("mlp", "janus_pro", "deepseekocr") and not self.has_choices
-            else None
-        )
+        is_padded = self.kind in ("mlp", "janus_pro", "deepseekocr") and not self.has_choices
+        return Padding((red, green, blue), self.kind == "deepseekocr") if is_padded else None
 
     @property
     def has_choices(self) -> bool:
-        """Whether the file says to which sizes pictures are brought before they are cut (LLaVA 1.6)."""
-        return self.kind == "mlp" and self.key(_CHOICES) in self.file.metadata
+        """Whether the file says to which sizes pictures are brought before they are cut (LLaVA 1.6, Granite 4
+        Vision)."""
+        return self.kind in ("mlp", "granite4_vision") and self.key(_CHOICES) in self.file.metadata
 
     def size_rule(self) -> SizeRule:
         align = self.patch * self.merge
@@ -86,12 +85,16 @@ class PictureReader(CheckedFile):
         if self.kind == "muse-glimmer":
             return SizeRule("shape", align, _MUSE_TOKENS)
         side = self.size("image_size")
+        if self.kind == "youtuvl":
+            most = self.size("image_max_pixels", _MOST_TOKENS * align**2)
+            return SizeRule("up", align, max(1, min(most // align**2, _MOST_TOKENS)))
         if self.named == "lightonocr":
             side = self.size("preproc_image_size", side)
         if self.kind in ("resampler", "minicpmv4_6") and align <= side <= MAX_SIDE:
             return SizeRule("mean", align, side)
         is_tiled = self.kind in (
             "idefics3", "internvl", "mlp", "resampler", "janus_pro", "llama4", "nemotron_v2_vl",
+            "granite4_vision", "gemma3nv",
         )  # fmt: skip
         if is_tiled and (side // self.patch) % self.merge == 0 < side // align:
             return SizeRule("square", align, side // align * align)
@@ -124,14 +127,17 @@ class PictureReader(CheckedFile):
                 rule = TileRule(side, "mean", most=_MOST_SLICES, align=align)
             case "llama4":
                 rule = TileRule(side, "canvas", most=_LLAMA4_TILES)
-            case "mlp" if self.has_choices:
+            case "mlp" | "granite4_vision" if self.has_choices:
                 sizes = self.file.get(self.key(_CHOICES), np.ndarray)
                 is_whole = sizes.dtype.kind in "iu" and len(sizes) and not (sizes % side).any()
                 if len(sizes) % 2 or not is_whole or sizes.min() < side:
                     raise damaged(self.file.path, f"{self.key(_CHOICES)} are no sizes of tiles")
                 choices = tuple((across, down) for across, down in sizes.reshape(-1, 2).tolist())
                 most = max(across * down for across, down in choices) // side**2
-                rule = TileRule(side, "choices", most=most, choices=choices)
+                is_alone = self.kind == "granite4_vision"
+                rule = TileRule(side, "choices", most=most, choices=choices, alone=is_alone)
+            case "granite4_vision":
+                raise damaged(self.file.path, f"{self.key(_CHOICES)} is missing")
             case _:
                 return None
         if rule.least > rule.most > 0:

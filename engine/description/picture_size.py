@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+_STEPS = 50
 Size = tuple[int, int]
 """Width and height."""
 MAX_RATIO = 200
@@ -26,9 +27,10 @@ class SizeRule:
     `most` pixels. "tokens": the largest with at most `most` squares of `align`, none longer than `longest`. "sides":
     none longer than `most`, and then up to the next multiples. "mean": the nearest ones to an area of `most` x
     `most`. "shape": of the multiples below and above the sides of a picture, or of its sides at an area of `most`
-    squares of `align` if it is larger, those with at most `most` squares whose shape is nearest."""
+    squares of `align` if it is larger, those with at most `most` squares whose shape is nearest. "up": the next
+    multiples, of sides that shrink by steps of a fiftieth until there are at most `most` squares of `align`."""
 
-    how: Literal["square", "area", "tokens", "sides", "mean", "shape"]
+    how: Literal["square", "area", "tokens", "sides", "mean", "shape", "up"]
     align: int
     most: int
     least: int = 0
@@ -50,6 +52,8 @@ class SizeRule:
                 columns, rows = min(width // height, most), 1
             across, down = (min(n * align, self.longest) for n in (columns, rows))
             return across, down
+        if self.how == "up":
+            return _shrunk(width, height, align, most)
         if self.how == "shape":
             columns, rows = _of_nearest_shape(width, height, align, most)
             return columns * align, rows * align
@@ -70,7 +74,7 @@ class SizeRule:
         match self.how:
             case "area":
                 return self.most // self.align**2
-            case "tokens" | "shape":
+            case "tokens" | "shape" | "up":
                 return self.most
             case "mean":  # each side may go up by half a square
                 n = -(-self.most // self.align)
@@ -98,7 +102,8 @@ class TileRule:
     columns whose shape is about that of the picture; the tiles have the shape that is left, and the area of a square.
     "choices": of these sizes of all tiles, that in which most of the picture's pixels are kept, and least are black.
     "canvas": the smallest of those of `most` tiles or fewer in which the picture is not made smaller, or little; it is
-    not made larger, but for one tile. A picture whose sides have at most `whole` pixels is not cut."""
+    not made larger, but for one tile. A picture whose sides have at most `whole` pixels is not cut, nor one that would
+    be a single tile, unless that counts `alone`."""
 
     side: int
     how: Literal["longest", "shape", "mean", "choices", "canvas"]
@@ -109,6 +114,7 @@ class TileRule:
     align: int = 1
     choices: tuple[Size, ...] = ()
     whole: int = 0
+    alone: bool = False
 
     def __call__(self, width: int, height: int) -> Cut | None:
         """That of a picture of `width` x `height` pixels; None if it is not cut."""
@@ -140,7 +146,7 @@ class TileRule:
                 cut = Cut((size,), rows, columns, "around")
             case "canvas":
                 return self._on_canvas(width, height)
-        return cut if rows * columns > 1 else None
+        return cut if rows * columns > 1 or self.alone else None
 
     def _on_canvas(self, width: int, height: int) -> Cut:
         """The cut of "canvas", also of one tile."""
@@ -213,6 +219,16 @@ def _of_nearest_shape(width: int, height: int, align: int, most: int) -> tuple[i
     if not found:  # longer than all squares in a row
         return max(1, min(round(across), most)), max(1, min(round(down), most))
     return min(found, key=lambda of: (abs(of[1] / of[0] - height / width), -of[0] * of[1]))
+
+
+def _shrunk(width: int, height: int, align: int, most: int) -> Size:
+    """For "up" (`SizeRule`). A picture for which no step is small enough gets the nearest size with that area."""
+    for step in range(_STEPS):
+        scale = 1 - step / _STEPS
+        across, down = (max(1, math.ceil(side * scale / align)) for side in (width, height))
+        if across * down <= most:
+            return across * align, down * align
+    return _fit(width, height, align, align**2, most * align**2)
 
 
 def _fit(width: int, height: int, align: int, least: int, most: int) -> tuple[int, int]:

@@ -101,7 +101,9 @@ class ProjectorReader(CheckedFile):
             return "quick gelu"
         if self.kind in ("qwen2vl_merger", "mlp") and not self.file.get("clip.use_gelu", bool, False):
             return "quick gelu"
-        if self.kind not in ("gemma4v", "muse-glimmer") and not self.file.get("clip.use_gelu", bool, False):
+        if self.kind not in ("gemma4v", "muse-glimmer", "gemma3nv") and not self.file.get(
+            "clip.use_gelu", bool, False
+        ):
             raise ModelFileError(
                 f"{self.name} has an activation that orin-chat does not run.", "Choose another encoder."
             )
@@ -119,6 +121,11 @@ class ProjectorReader(CheckedFile):
             return self.shuffled_steps()
         out, dim, joined = self.size("projection_dim"), self.dim, self.merge**2 * self.dim
         match self.kind:
+            case "youtuvl":
+                return out, self.normed_steps(out)
+            case "gemma3nv":
+                norm = Norm(self.eps, self.required("mm.soft_emb_norm.weight", dim))
+                return out, (norm, self.linear("mm.input_projection", out, dim), Norm(self.eps))
             case "qwen2vl_merger" | "qwen2.5vl_merger" | "qwen3vl_merger" | "exaone4_5":
                 first, last = self.linear("mm.0", joined, joined), self.linear("mm.2", out, joined)
                 steps = self.norm("v.post_ln"), Merge("join"), first, Activate("exact gelu"), last
@@ -290,6 +297,13 @@ class ProjectorReader(CheckedFile):
         first, last = self.linear("mm.up", width, joined), self.linear("mm.down", out, width)
         norm = self.norm("mm.input_norm", joined)
         return (*self.last_norms(), Merge("join"), norm, first, Activate("exact gelu"), last)
+
+    def normed_steps(self, out: int) -> tuple[ProjectorStep, ...]:
+        """The steps of Youtu-VL's projector, which norms patches twice."""
+        width = self.rows_of("mm.0")
+        norms = *self.last_norms(), replace(self.norm("mm.input_norm"), eps=1e-6)
+        first, last = self.linear("mm.0", width, self.merge**2 * self.dim), self.linear("mm.2", out, width)
+        return (*norms, Merge("join"), first, Activate("exact gelu"), last)
 
     def gated_steps(self, out: int) -> tuple[ProjectorStep, ...]:
         """The steps of GLM's projector: patches are merged by a convolution, and a feed-forward layer comes last."""

@@ -145,7 +145,38 @@ class QueryAttention:
     head_dim: int
 
 
-ProjectorStep = Norm | Merge | Linear | Affine | Activate | PatchFeedForward | QueryAttention
+@dataclass(frozen=True)
+class CrossAttention:
+    """Attention of `heads`, each of `head_dim` elements, of some rows to others: x = norm(x + o(attention))."""
+
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    norm: Norm
+    heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class WindowQueries:
+    """A window of the encoder (`VisionSpec.window`) has a query for each of its tokens: the mean of the token's
+    patches, normed, or of these the one with the number `patch`, and one of `queries`, float32 (tokens, dim). They
+    attend to each other, and to the normed patches of their window with `places`, float32 (patches, dim) row by row.
+    Then x = last_norm(x + feed_forward(x)): a row comes out for each token."""
+
+    norm: Norm
+    patch: int | None
+    queries: Vector
+    places: Vector
+    query_norm: Norm
+    own: CrossAttention
+    cross: CrossAttention
+    feed_forward: PatchFeedForward
+    last_norm: Norm
+
+
+ProjectorStep = Norm | Merge | Linear | Affine | Activate | PatchFeedForward | QueryAttention | WindowQueries
 
 
 @dataclass(frozen=True)
@@ -191,6 +222,55 @@ class Stem:
 
 
 @dataclass(frozen=True)
+class ImageStep:
+    """A convolution of an image: of `kernel` x `kernel` places around every `stride`-th one, with as many zeros beyond
+    the edges that each `stride` places become one, half of them before. `weight`: a row for each channel of the result,
+    which is of all channels, or of one (`deep`). Then `bias`, `norm` over the channels, and GELU if it `activates`."""
+
+    weight: Weight
+    kernel: int
+    stride: int = 1
+    deep: bool = False
+    bias: Vector | None = None
+    norm: Norm | None = None
+    activates: bool = False
+
+
+@dataclass(frozen=True)
+class ImageAttention:
+    """Attention of all places to those that `k` and `v` make, with one head of keys: queries have as many heads as fit.
+    Places are normed by `norm`."""
+
+    norm: Norm
+    q: ImageStep
+    k: tuple[ImageStep, ...]
+    v: tuple[ImageStep, ...]
+    o: ImageStep
+
+
+@dataclass(frozen=True)
+class ImageBlock:
+    """scale * steps(x), and x if it `adds` that."""
+
+    steps: tuple[ImageStep | ImageAttention, ...]
+    scale: Vector | None = None
+    adds: bool = False
+
+
+@dataclass(frozen=True)
+class ConvolutionNet:
+    """An encoder of convolutions (MobileNet): `blocks` of the picture's colours, then what comes out of those of
+    `read`, all as large as the first of them, joined channel by channel; then the `last` block; means of squares, so
+    that `side` rows and columns are left; and `norm`."""
+
+    blocks: tuple[ImageBlock, ...]
+    read: tuple[int, ...]
+    last: ImageBlock
+    side: int
+    norm: Norm | None
+
+
+@dataclass(frozen=True)
 class Reduction:
     """What makes one row of those of a square of patches, `side` a side, after so many `sublayers`: their mean, and
     what `feed_forward` makes of norm(all of them, one after the other). Attention with windows is within a square."""
@@ -222,15 +302,24 @@ class FixedRow:
 @dataclass(frozen=True)
 class Ends:
     """What stands among the embeddings of a picture's tokens: `line` after each row of them, `begin` before all, and
-    `end` after all, without which the last row has no `line`."""
+    `end` after all, without which the last row has no `line`. In the `page` that all tiles are together, it is `page`
+    after each row, and nothing else."""
 
-    line: FixedRow
+    line: FixedRow | None = None
     begin: FixedRow | None = None
     end: FixedRow | None = None
+    page: FixedRow | None = None
 
     @property
     def rows(self) -> tuple[FixedRow, ...]:
-        return tuple(filter(None, (self.line, self.begin, self.end)))
+        return tuple(filter(None, (self.line, self.begin, self.end, self.page)))
+
+
+class Padding(NamedTuple):
+    """A colour of 0 to 255 that makes a picture square, `at_last` when it has its size, else before."""
+
+    colour: tuple[int, int, int]
+    at_last: bool
 
 
 ResizedPositions = Literal["bilinear", "faded", "bicubic", "smoothed", "smoothed bicubic"]
@@ -262,12 +351,13 @@ class VisionSpec:
     a token; the first one is what the model begins with, and the others are added later (`Sublayer.picture_part`).
     `ends`: what stands among the tokens. `window`: the side of a window in tokens, where some attention has windows:
     these begin at the upper left corner, and those at the other edges are smaller. With `tiles`, a picture may be cut;
-    each tile is encoded by itself, and so is the whole picture, at last, or at first (`whole_first`). A `padding`, a
-    colour of 0 to 255, makes a picture square. A `summary` is one more row, after those of all patches, or several:
-    what stands in place of a patch's product. They are part of no token, and are not rotated. The pixels of a patch are
-    normed by `pixel_norm`. A `stem` takes the place of `kernels`. With one, all tiles are read as one grid of tokens,
-    in which the last row has an end, too. With a `reduction`, the patches of a token follow each other square by
-    square, and those of each square row by row."""
+    each tile is encoded by itself, and so is the whole picture, at last, or at first (`whole_first`). If they have a
+    `page` (`Ends`), all tiles are read as one grid of tokens, those of a padding left out. A `padding` makes a picture
+    square. A `summary` is one more row, after those of all patches, or several: what stands in place of a patch's
+    product. They are part of no token, and are not rotated. The pixels of a patch are normed by `pixel_norm`, and are
+    in the order of rows, columns and colours if these are `colours_last`, else colour by colour. A `stem` takes the
+    place of `kernels`. With a `reduction`, the patches of a token follow each other square by square, and those of each
+    square row by row."""
 
     kind: str
     name: str
@@ -289,10 +379,11 @@ class VisionSpec:
     window: int = 0
     tiles: TileRule | None = None
     whole_first: bool = False
-    padding: tuple[int, int, int] | None = None
+    padding: Padding | None = None
     summary: Vector | None = None
     pixel_norm: Norm | None = None
-    stem: Stem | None = None
+    colours_last: bool = False
+    stem: Stem | ConvolutionNet | None = None
     reduction: Reduction | None = None
 
     def weights(self) -> Iterator[Weight]:
@@ -318,6 +409,11 @@ class VisionSpec:
     def queries(self) -> int:
         """The embeddings of a picture, or of each part of it, if these are fixed; else 0."""
         return next((step.count for step in self.projector_steps if isinstance(step, QueryAttention)), 0)
+
+    @property
+    def page(self) -> FixedRow | None:
+        """What ends the rows of tokens of all tiles, if these are read as one grid."""
+        return self.ends.page if self.ends else None
 
     @property
     def has_windows(self) -> bool:

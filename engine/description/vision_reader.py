@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
-from engine.description.picture_reader import MAX_SIDE, QWEN_TOKENS, PictureReader
+from engine.description.convolution_reader import TOKENS_A_SIDE, read_net
+from engine.description.encoder_kinds import KINDS, MINICPM_2_5
+from engine.description.picture_reader import MAX_SIDE
 from engine.description.picture_size import SizeRule
-from engine.description.projector_reader import ProjectorReader
+from engine.description.place_reader import PlaceReader
 from engine.description.stem_reader import STEM_STRIDE, read_stem, stem_patch, stem_side
-from engine.description.sublayers import Weight
 from engine.description.vision import (
+    ConvolutionNet,
     Ends,
     FixedRow,
     Linear,
@@ -25,107 +26,23 @@ from engine.description.vision import (
     PatchAttention,
     PatchFeedForward,
     PatchSublayer,
-    Positions,
     Projector,
     ProjectorStep,
     Reduction,
-    ResizedPositions,
-    Rotations,
+    Stem,
     VisionSpec,
 )
+from engine.description.window_query_reader import window_projectors, window_sides
 from engine.errors import ModelFileError
 from engine.formats.dequantize import HOST_TYPES
 from engine.formats.ggml_types import TYPES
 from engine.formats.gguf import GGUF, damaged, printable
-from engine.formats.rope_order import HeadOrder
 
 ARCHITECTURE = "clip"
-KINDS = {
-    "qwen2vl_merger": 2,
-    "qwen2.5vl_merger": 2,
-    "qwen2.5o": 2,
-    "qwen3vl_merger": 2,
-    "gemma3": 4,
-    "gemma4v": 3,
-    "pixtral": 2,
-    "idefics3": 2,
-    "internvl": 2,
-    "lightonocr": 2,
-    "dots_ocr": 2,
-    "paddleocr": 2,
-    "kimivl": 2,
-    "lfm2": 2,
-    "glm4v": 2,
-    "mlp": 1,
-    "resampler": 1,
-    "phi4": 1,
-    "janus_pro": 1,
-    "gemma4uv": 1,
-    "llama4": 2,
-    "kimik25": 2,
-    "nemotron_v2_vl": 2,
-    "hunyuanvl": 2,
-    "deepseekocr": 1,
-    "minicpmv4_6": 4,
-    "exaone4_5": 2,
-    "muse-glimmer": 2,
-}
-"""The projector types that the engine runs, and how many patches a side become a token if a file does not say."""
-MINICPM_2_5 = "resampler 2.5"
-"""The kind of encoders of MiniCPM-V 2.5: they differ in the texts around pictures."""
-FITTING = {
-    "qwen2vl": ("qwen2.5vl_merger", "qwen2vl_merger", "qwen2.5o"),
-    "qwen35": ("qwen3vl_merger", "minicpmv4_6"),
-    "qwen35moe": ("qwen3vl_merger",),
-    "qwen3vl": ("qwen3vl_merger",),
-    "qwen3vlmoe": ("qwen3vl_merger",),
-    "gemma3": ("gemma3",),
-    "gemma4": ("gemma4v", "gemma4uv"),
-    "mistral3": ("pixtral",),
-    "llama": ("pixtral", "idefics3", "internvl", "mlp", "resampler", MINICPM_2_5, "janus_pro"),
-    "llama4": ("llama4",),
-    "granite": ("mlp",),
-    "minicpm": ("resampler",),
-    "nemotron_h": ("nemotron_v2_vl",),
-    "nemotron_h_moe": ("nemotron_v2_vl",),
-    "internlm2": ("internvl", "mlp"),
-    "phi2": ("mlp",),
-    "phi3": ("internvl", "mlp", "phi4"),
-    "qwen2": ("internvl", "dots_ocr", "mlp", "resampler"),
-    "qwen3": ("internvl", "lightonocr", "resampler"),
-    "qwen3moe": ("internvl",),
-    "paddleocr": ("paddleocr",),
-    "deepseek2": ("kimivl", "kimik25"),
-    "lfm2": ("lfm2",),
-    "lfm2moe": ("lfm2",),
-    "glm4": ("glm4v",),
-    "glm4moe": ("glm4v",),
-    "hunyuan_vl": ("hunyuanvl",),
-    "deepseek2-ocr": ("deepseekocr",),
-    "exaone4": ("exaone4_5",),
-    "gpt-oss": ("internvl",),
-    "muse-glimmer": ("muse-glimmer",),
-}
-"""The kinds of encoders that models of an architecture have."""
-
 _SAME = {"qwen2.5o": "qwen2.5vl_merger", "lightonocr": "pixtral"}
 """Kinds whose encoder of pictures is that of another: Qwen 2.5 Omni has one of sounds beside it, LightOnOCR no ends of
 lines."""
 _MAX_MERGE, _MAX_HEAD, _MAX_LAYERS = 16, 1 << 10, 1 << 10
-_GLM_NORM = "v.norm_embd"
-"""A norm of patches, before their positions are added."""
-_RESIZED: dict[str, ResizedPositions] = {
-    "paddleocr": "bilinear",
-    "hunyuanvl": "bilinear",
-    "muse-glimmer": "faded",
-    "kimivl": "bicubic",
-    "kimik25": "bicubic",
-    "glm4v": "bicubic",
-    "lfm2": "smoothed",
-    "phi4": "smoothed",
-}
-_MORE_PLACES = {"hunyuanvl": 0.1}
-"""`Positions.more` of the published code, which guards so against sizes that are rounded down."""
 _REDUCTION = "v.vit_merger."
 """How the names of tensors begin between two layers of MiniCPM-V 4.6, where four patches become one row."""
 _WINDOW = 112
@@ -134,7 +51,8 @@ _GLOBAL_EVERY = 4
 """Of so many layers of Muse Glimmer the last has no windows."""
 _MOST_PATCHES = 1 << 15
 """Of a picture. Published files have at most half as many; attention of far more would take hours."""
-_UNUSED = "a.", "mm.a.", "resampler.pos_embed_k", "model.image_newline", "v.image_newline", "v.view_seperator"
+_LINE = "v.image_newline"
+_UNUSED = "a.", "mm.a.", "resampler.pos_embed_k", "model.image_newline", _LINE, "v.view_seperator"
 """Encoders of sounds; places that are computed for each size; ends of lines, which llama.cpp leaves out, too; what
 stands between views, of which a picture has one."""
 _OLDEST_MINICPM = 2
@@ -162,7 +80,7 @@ def read_vision(file: GGUF) -> VisionSpec:
         raise damaged(file.path, "its metadata has numbers that nothing can be computed with") from None
 
 
-class _Reader(ProjectorReader, PictureReader):
+class _Reader(PlaceReader):
     """Reads one file. All methods raise ModelFileError."""
 
     def __init__(self, file: GGUF) -> None:
@@ -188,7 +106,9 @@ class _Reader(ProjectorReader, PictureReader):
         self.dim, self.patch = self.size("embedding_length"), self.size("patch_size")
         if kind == "deepseekocr":  # its file says those of the encoder that has the stem now
             self.patch = stem_patch(self) * STEM_STRIDE
-        self.has_layers = kind != "gemma4uv"
+        if kind == "gemma3nv":
+            self.patch = max(1, self.size("image_size") // TOKENS_A_SIDE)
+        self.has_layers = kind not in ("gemma4uv", "gemma3nv")
         self.heads = self.size("attention.head_count") if self.has_layers else self.dim // 4
         self.head_dim = self.dim // self.heads
         if self.dim % self.heads or self.head_dim % 4 or self.head_dim > _MAX_HEAD or self.patch > MAX_SIDE:
@@ -197,7 +117,9 @@ class _Reader(ProjectorReader, PictureReader):
         self.is_merged = kind != "pixtral" or "mm.patch_merger.weight" in file.tensors
         merge = self.size("projector.scale_factor", KINDS[kind] if self.is_merged else 1)
         self.merge = self.size("spatial_merge_size", merge)
-        if not self.has_layers:  # its patches are those of what others merge
+        if kind == "granite4_vision":
+            self.merge = window_sides(self)[1]
+        if kind == "gemma4uv":  # its patches are those of what others merge
             self.patch, self.merge = self.patch * self.size("projector.scale_factor", 3), 1
         if self.merge > _MAX_MERGE or (self.merge > 1 and not self.is_merged):
             raise damaged(file.path, f"{self.merge} patches a side become a token")
@@ -211,17 +133,21 @@ class _Reader(ProjectorReader, PictureReader):
         layers = self.size("block_count") if self.has_layers else 0
         if layers > _MAX_LAYERS:
             raise damaged(self.file.path, f"it has {layers} layers")
-        out, steps = self.projector()
-        *earlier, last = self.features or [layers]
-        stem = read_stem(self, self.size("window_size")) if self.kind == "deepseekocr" else None
+        stem = self.stem()
         sublayers = [sublayer for i in range(layers) for sublayer in self.layer(i)]
         reduction = self.reduction(layers)
         if reduction:  # attention within its squares comes right before it
             attend = PatchSublayer(self.norm(f"{_REDUCTION}ln1"), self.attention(_REDUCTION, True), None)
             sublayers.insert(reduction.sublayers - 1, attend)
-        read = len(sublayers) if reduction else 2 * last
-        first = Projector(read, steps, tuple(2 * i for i in earlier), stem is not None)
-        projectors = first, *self.later_projectors(layers, out)
+        if self.kind == "granite4_vision":
+            out, projectors = self.size("projection_dim"), tuple(window_projectors(self, layers))
+            self.used |= {name for name in self.file.tensors if name.startswith("v.post_ln.")}  # not read
+        else:
+            out, steps = self.projector()
+            *earlier, last = self.features or [layers]
+            read = len(sublayers) if reduction else 2 * last
+            first = Projector(read, steps, tuple(2 * i for i in earlier), isinstance(stem, Stem))
+            projectors = first, *self.later_projectors(layers, out)
         spec = VisionSpec(
             kind=self.named,
             name=self.file.get("general.name", str, self.file.path.stem),
@@ -239,17 +165,18 @@ class _Reader(ProjectorReader, PictureReader):
             sublayers=tuple(sublayers),
             rotations=self.rotations(),
             projectors=projectors,
-            ends=self.ends(out, steps),
+            ends=self.ends(out, projectors[0].steps),
             window=self.window,
             tiles=self.tile_rule(),
-            whole_first=self.kind in ("mlp", "resampler", "minicpmv4_6"),
+            whole_first=self.kind in ("mlp", "resampler", "minicpmv4_6", "granite4_vision"),
             padding=self.padding(),
             summary=self.required("v.class_embd", *self.summary_shape) if self.has_summary else None,
-            pixel_norm=None if self.has_layers else self.patch_norm(1, 3 * self.patch**2),
+            pixel_norm=self.patch_norm(1, 3 * self.patch**2) if self.kind == "gemma4uv" else None,
+            colours_last=self.kind == "youtuvl",
             stem=stem,
             reduction=reduction,
         )
-        if stem:
+        if isinstance(stem, Stem):
             self.used.add("v.patch_embd.weight")  # of an encoder without the stem
         if spec.most_patches > _MOST_PATCHES:
             raise damaged(self.file.path, "its pictures would have too many patches")
@@ -263,16 +190,16 @@ class _Reader(ProjectorReader, PictureReader):
         return spec
 
     @property
-    def has_summary(self) -> bool:
-        always = self.kind in ("internvl", "llama4", "nemotron_v2_vl", "deepseekocr")
-        return always or (self.kind == "mlp" and self.has("v.class_embd"))
-
-    @property
     def summary_shape(self) -> tuple[int, ...]:
         """Nemotron's encoder has several."""
         info = self.file.tensors.get("v.class_embd")
         n = info.shape[0] if info and len(info.shape) == 2 else 0
         return (n, self.dim) if 0 < n <= _MOST_SUMMARIES else (self.dim,)
+
+    def stem(self) -> Stem | ConvolutionNet | None:
+        if self.kind == "deepseekocr":
+            return read_stem(self, self.size("window_size"))
+        return read_net(self, self.size("image_size")) if self.kind == "gemma3nv" else None
 
     def size_rule(self) -> SizeRule:
         if self.kind != "deepseekocr":
@@ -289,9 +216,11 @@ class _Reader(ProjectorReader, PictureReader):
         if self.named == "pixtral":
             return Ends(FixedRow(self.required("v.token_embd.img_break", out)))
         if self.kind == "deepseekocr":
-            names = "v.image_newline", "v.view_seperator"
+            names = _LINE, "v.view_seperator"
             line, end = (FixedRow(self.required(name, *self.row_shape(name, out))) for name in names)
-            return Ends(line, end=end)
+            return Ends(line, end=end, page=line)
+        if self.kind == "granite4_vision":
+            return Ends(page=FixedRow(self.required(_LINE, *self.row_shape(_LINE, out))))
         if self.kind != "hunyuanvl":
             return None
         *_, last, norm = steps
@@ -302,87 +231,9 @@ class _Reader(ProjectorReader, PictureReader):
                 "run there.",
                 f"Choose an encoder with other quantization types: {', '.join(sorted(HOST_TYPES))}.",
             )
-        line = FixedRow(self.required("v.image_newline", last.weight.cols), (last, norm))
+        line = FixedRow(self.required(_LINE, last.weight.cols), (last, norm))
         begin, end = (FixedRow(self.required(f"mm.image_{name}", out), (norm,)) for name in ("begin", "end"))
         return Ends(line, begin, end)
-
-    # --- the first product -----------------------------------------------------------------------------
-
-    def kernels(self) -> Iterator[Weight]:
-        """The kernels of patches: those of a second frame get the same picture."""
-        is_flat = self.kind in ("gemma4uv", "llama4")
-        shape = (3 * self.patch**2,) if is_flat else (3, self.patch, self.patch)
-        for name in ("v.patch_embd.weight", "v.patch_embd.weight.1"):
-            if self.has(name) or name == "v.patch_embd.weight":
-                yield Weight(name, self.dim, 3 * self.patch**2, self.check(name, (self.dim, *shape)))
-
-    def positions(self) -> Positions | None:
-        name = "v.position_embd.weight"
-        if self.kind in ("pixtral", "qwen2vl_merger", "qwen2.5vl_merger", "exaone4_5", "dots_ocr"):
-            return None
-        if self.kind == "glm4v" and not self.has(name):  # GLM-OCR
-            return None
-        shape = self.file.tensors[name].shape if self.has(name) else ()
-        if self.kind in ("gemma4v", "gemma4uv"):
-            table = self.required(name, 2, self.places, self.dim)
-            return Positions(table, "column and row", after_norm=not self.has_layers)
-        if self.kind == "kimik25" and len(shape) == 3 and shape[0] == shape[1]:
-            return Positions(self.required(name, *shape[:2], self.dim), "bicubic")
-        if self.kind == "deepseekocr":
-            places = (stem_side(self) // STEM_STRIDE) ** 2
-            return Positions(self.required(name, places + 1, self.dim), "smoothed bicubic")
-        rows = shape[0] if shape else 0
-        places = (self.size("image_size") // self.patch) ** 2
-        if self.kind == "nemotron_v2_vl":
-            return Positions(self.required(name, places, self.dim), "patch", of_summary="none")
-        if self.kind in ("gemma3", "idefics3", "internvl", "mlp", "janus_pro", "llama4"):
-            table = self.required(name, places + self.has_summary, self.dim)
-            return Positions(table, "patch", of_summary="last" if self.kind == "llama4" else "first")
-        least, is_smoothed = self.size_rule().least // self.patch**2, _RESIZED.get(self.kind) == "smoothed"
-        if math.isqrt(rows) ** 2 != rows or not rows or (is_smoothed and rows > 4 * least):
-            raise damaged(self.file.path, f"the places of {name} are no square")
-        table = self.required(name, rows, self.dim)
-        if self.kind in ("resampler", "minicpmv4_6"):
-            return Positions(table, "nearest")
-        is_later, more = self.has(f"{_GLM_NORM}.weight"), _MORE_PLACES.get(self.kind, 0.0)
-        return Positions(table, _RESIZED.get(self.kind, "stretched"), is_later, more=more)
-
-    def patch_norm(self, i: int, size: int) -> Norm:
-        """A norm of the encoder without layers: of pixels, of their product, and of that with positions."""
-        return replace(self.norm(f"v.patch_norm.{i}", size), eps=1e-5)
-
-    def first_norm(self) -> Norm | None:
-        if not self.has_layers:
-            return self.patch_norm(2, self.dim)
-        found = [name for name in ("v.pre_ln", _GLM_NORM) if self.has(f"{name}.weight")]
-        return self.norm(found[0]) if found else None
-
-    def rotations(self) -> Rotations | None:
-        """See `engine.formats.rope_order`: the pairs are half a head apart."""
-        d, n = self.head_dim, self.head_dim // 4
-        none, i = (0.0,) * n, np.arange(n)
-        if self.kind == "gemma4v":
-            rates = tuple((100.0 ** (-2 * i / (d // 2))).tolist())
-            return Rotations(by_row=(*none, *rates), by_column=(*rates, *none))
-        if self.kind == "pixtral":
-            rows = 10000.0 ** (-4 * i / d)
-            columns = tuple((rows * 10000.0 ** (-2 / d)).tolist())
-            return Rotations(by_row=(*rows.tolist(), *none), by_column=(*none, *columns))
-        rates = tuple((10000.0 ** (-2 * i / (d // 2))).tolist())
-        if self.kind in ("kimivl", "kimik25", "llama4", "muse-glimmer"):
-            first = int(self.kind in ("llama4", "muse-glimmer"))
-            return Rotations(by_row=(*none, *rates), by_column=(*rates, *none), first=first)
-        if self.kind in (*QWEN_TOKENS, "exaone4_5", "dots_ocr", "paddleocr", "glm4v"):
-            return Rotations(by_row=(*rates, *none), by_column=(*none, *rates))
-        return None
-
-    @property
-    def order(self) -> HeadOrder | None:
-        """The order of the rows of queries and keys in the file."""
-        if self.kind == "gemma4v":
-            return HeadOrder(self.head_dim, self.head_dim, False, halves=True)
-        has_pairs = self.kind in ("pixtral", "kimivl", "kimik25", "llama4", "muse-glimmer")
-        return HeadOrder(self.head_dim, self.head_dim, True) if has_pairs else None
 
     # --- layers ----------------------------------------------------------------------------------------
 
@@ -393,7 +244,9 @@ class _Reader(ProjectorReader, PictureReader):
         if self.kind == "muse-glimmer":  # as wide as its table of positions
             table = self.file.tensors.get("v.position_embd.weight")
             pixels = (math.isqrt(table.shape[0]) if table and table.shape else 0) * self.patch
-        elif self.kind == "qwen2.5vl_merger" or has_some:
+        elif self.kind == "granite4_vision":
+            return window_sides(self)[0]
+        elif self.kind in ("qwen2.5vl_merger", "youtuvl") or has_some:
             pixels = self.size("window_size", _WINDOW)
         else:
             return 0
@@ -405,6 +258,10 @@ class _Reader(ProjectorReader, PictureReader):
 
     def has_windows(self, i: int) -> bool:
         """Whether layer i attends within windows."""
+        if self.kind == "granite4_vision":
+            return False
+        if self.kind == "youtuvl":
+            return i not in self.file.get(self.key("wa_layer_indexes"), np.ndarray)
         if self.kind == "muse-glimmer":
             return (i + 1) % _GLOBAL_EVERY > 0 and i + 1 < self.size("block_count")
         return self.window > 0 and (i + 1) % self.size("n_wa_pattern") > 0

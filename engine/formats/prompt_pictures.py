@@ -28,7 +28,8 @@ class Part(NamedTuple):
 class SizedPicture:
     """A picture at the size of an encoder: `rgbs`, uint8 (height, width, 3) of each of its `parts`, in the order in
     which a model reads them. `ids`: of all tokens. `rows` and `columns`: those of tokens, 0 if it is not read as a
-    grid, which may be `framed` (`Ends.begin`). `key`: of what the encoder makes of its pixels."""
+    grid, which may be `framed` (`Ends.begin`). `key`: of what the encoder makes of its pixels. `kept`: which of its
+    embeddings are read (None: all)."""
 
     rgbs: tuple[NDArray[np.uint8], ...]
     rows: int
@@ -37,6 +38,7 @@ class SizedPicture:
     key: str
     parts: tuple[Part, ...] = ()
     framed: bool = False
+    kept: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,9 @@ PICTURE_MARKS = {
     "internvl": PictureMarks("<IMG_CONTEXT>\n", "<img>", "</img>\n"),
     "lightonocr": PictureMarks("<|image_pad|>"),
     "mlp": PictureMarks("<image>\n", after="\n"),
+    "granite4_vision": PictureMarks("<image>\n", after="\n"),
+    "gemma3nv": PictureMarks("<image_soft_token>", "\n\n<start_of_image>", "<end_of_image>\n\n"),
+    "youtuvl": _QWEN,
     "phi4": PictureMarks("<image>"),
     "janus_pro": PictureMarks("<image_placeholder>\n", "<begin_of_image>", "<end_of_image>\n"),
     "resampler": PictureMarks(

@@ -13,10 +13,11 @@ from weakref import WeakValueDictionary
 
 from tinygrad import Device
 
-from engine.description.encoder_input import layout, resized
+from engine.description.encoder_input import kept_embeddings, layout, resized
+from engine.description.encoder_kinds import FITTING
 from engine.description.spec import ModelSpec
 from engine.description.vision import Affine, VisionSpec
-from engine.description.vision_reader import FITTING, read_vision
+from engine.description.vision_reader import read_vision
 from engine.errors import BackendError, ModelFileError, PictureError
 from engine.formats.gguf import GGUF, printable
 from engine.formats.picture import PictureDecoder
@@ -137,4 +138,5 @@ class EncoderFile:
         ids = picture_ids(key, sum(part.tokens for part in parts))
         is_framed = self.spec.ends is not None and self.spec.ends.begin is not None
         rows, columns = (0, 0) if self.spec.tiles else (grid.rows, grid.columns)
-        return SizedPicture(rgbs, rows, columns, ids, key, parts, is_framed)
+        kept = kept_embeddings(self.spec, pixels.rgb.shape[1], pixels.rgb.shape[0])
+        return SizedPicture(rgbs, rows, columns, ids, key, parts, is_framed, kept)

@@ -61,13 +61,10 @@ class PictureEncoder(Protocol):
         ...
 
 
-def part_by_part(
-    rgbs: Sequence[Pixels], encode: Callable[[Pixels], Generator[Progress, None, Floats]]
-) -> Generator[Progress, None, Floats]:
-    """The embeddings of a picture's parts, of which `encode` takes one at a time."""
-    count, parts = len(rgbs), []
-    for i, rgb in enumerate(rgbs):
-        work = encode(rgb)
+def part_by_part(works: Sequence[Generator[Progress, None, Floats]]) -> Generator[Progress, None, Floats]:
+    """The embeddings of a picture's parts, one after the other."""
+    count, parts = len(works), []
+    for i, work in enumerate(works):
         while True:
             try:
                 done, total, compiles = next(work)
@@ -93,11 +90,12 @@ class Encoding:
             self.progress = next(self.work)
         except StopIteration as end:
             self.progress = Progress(self.progress.total, self.progress.total)
-            self.embeddings = end.value
+            read = end.value if self.picture.kept is None else end.value[self.picture.kept]
+            self.embeddings = read
             of_texts = np.array(self.picture.ids) >= 0
             if of_texts.any():
-                self.embeddings = np.zeros((len(of_texts), end.value.shape[1]), np.float32)
-                self.embeddings[~of_texts] = end.value
+                self.embeddings = np.zeros((len(of_texts), read.shape[1]), np.float32)
+                self.embeddings[~of_texts] = read
             assert len(self.embeddings) == len(self.picture.ids)
 
 

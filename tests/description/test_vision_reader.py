@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from engine.description.architectures import read_spec
+from engine.description.encoder_kinds import KINDS
 from engine.description.picture_size import SizeRule, TileRule
 from engine.description.vision import PatchAttention, PatchFeedForward
-from engine.description.vision_reader import KINDS, read_vision
+from engine.description.vision_reader import read_vision
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
 from engine.targets.cpu.vision import lacks

@@ -9,7 +9,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from engine.description.encoder_input import resized
-from engine.description.vision_reader import KINDS, read_vision
+from engine.description.encoder_kinds import KINDS
+from engine.description.vision_reader import read_vision
 from engine.errors import OrinError
 from engine.formats.gguf import GGUF
 from engine.loading.weights import FileWeights

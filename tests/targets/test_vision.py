@@ -9,7 +9,8 @@ from PIL import ImageOps
 
 from engine.description import encoder_input
 from engine.description.encoder_input import layout, resized
-from engine.description.vision_reader import KINDS, read_vision
+from engine.description.encoder_kinds import KINDS
+from engine.description.vision_reader import read_vision
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
 from engine.loading.weights import FileWeights

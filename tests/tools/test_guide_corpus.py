@@ -13,8 +13,8 @@ from app.cli import options
 from app.main import COMMANDS
 from app.screens.actions import ACTIONS, OTHER_KEYS, key_label
 from engine.catalog.names import known_models
+from engine.description.encoder_kinds import KINDS
 from engine.description.families import ARCHITECTURES
-from engine.description.vision_reader import KINDS
 from engine.errors import EXIT_CODES
 from presets import loader
 from tests.thorough import thorough

@@ -32,7 +32,9 @@ from engine.description.vision import (
     ProjectorStep,
     QueryAttention,
     Reduction,
+    Stem,
     VisionSpec,
+    WindowQueries,
 )
 from engine.formats.dequantize import HOST_TYPES
 from engine.formats.ggml_types import TYPES
@@ -72,7 +74,9 @@ def lacks(spec: VisionSpec) -> str:
         return "a quantized matrix with a row for each input"
     attention = [s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention)]
     if spec.stem:
-        return "an encoder before the encoder"
+        return "an encoder before the encoder" if isinstance(spec.stem, Stem) else "a net of convolutions"
+    if any(isinstance(step, WindowQueries) for step in spec.projector_steps):
+        return "queries of windows"
     if any(a.kv_heads for a in attention):
         return "fewer heads of keys than of queries"
     if any(a.norms_all_heads for a in attention):
@@ -145,7 +149,7 @@ class CPUEncoder:
 
     def encode(self, rgbs: Sequence[Pixels]) -> Generator[Progress, None, Floats]:
         """See `PictureEncoder`."""
-        return part_by_part(rgbs, self._encode)
+        return part_by_part([self._encode(rgb) for rgb in rgbs])
 
     def _encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
         spec = self.spec
@@ -412,6 +416,8 @@ class CPUEncoder:
         match step:
             case QueryAttention():
                 return self._queried(step, x, grid)
+            case WindowQueries():
+                raise AssertionError("`lacks` says so")
             case Norm():
                 return self._norm(x, step)
             case Linear():

@@ -3,9 +3,10 @@ Activations are float32 (patches, dim)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,17 +18,18 @@ from engine.description.vision import (
     Activate,
     Activation,
     Affine,
+    CrossAttention,
     Limits,
     Linear,
     Merge,
     Norm,
     PatchAttention,
     PatchFeedForward,
-    PatchSublayer,
     ProjectorStep,
     QueryAttention,
     Reduction,
     VisionSpec,
+    WindowQueries,
     parts_of,
 )
 from engine.kernels.quantized_matrix import QuantizedMatrix
@@ -46,8 +48,8 @@ class Parameters:
     vectors: dict[Vector, Tensor]
     limits: dict[tuple[Weight, Ends], Tensor]
 
-    def of(self, sublayer: PatchSublayer) -> list[Tensor]:
-        """All of a sublayer, in an order that follows from its shape."""
+    def of(self, sublayer: Any) -> list[Tensor]:
+        """All of a sublayer, or another part, in an order that follows from its shape."""
         weights, vectors = weights_of(sublayer)
         planes = [plane for weight in weights for plane in self.matrices[weight].planes.values()]
         return [
@@ -56,7 +58,7 @@ class Parameters:
             *(self.limits[key] for key, _ in limits_of(sublayer)),
         ]
 
-    def replaced(self, sublayer: PatchSublayer, own: Sequence[Tensor]) -> Parameters:
+    def replaced(self, sublayer: Any, own: Sequence[Tensor]) -> Parameters:
         """The parameters of a sublayer, with `own` tensors in place of what `of` gives."""
         left, (weights, vectors) = iter(own), weights_of(sublayer)
         matrices = {}
@@ -130,6 +132,36 @@ class Parts:
         scores = q.matmul(k.transpose(1, 2)) * of.head_dim**-0.5 + hidden
         y = scores.softmax(-1).matmul(v).transpose(0, 1).reshape(of.count, -1)
         return self.linear(of.o, y.contiguous())
+
+    def asked_by_windows(self, of: WindowQueries, x: Tensor, spec: VisionSpec) -> Tensor:
+        """See `WindowQueries`. What fills the rows are windows of their own."""
+        n, m, dim = spec.window, spec.merge, int(x.shape[-1])
+        x = self.norm(x, of.norm).contiguous()
+        tokens = x.reshape(-1, n * n, m * m, dim)
+        queries = tokens.mean(2) if of.patch is None else tokens[:, :, of.patch]
+        queries = queries + self._vectors[of.queries].reshape(-1, dim)
+        patches = x.reshape(-1, n, n, m, m, dim).permute(0, 1, 3, 2, 4, 5).reshape(-1, n * n * m * m, dim)
+        patches = (patches + self._vectors[of.places].reshape(-1, dim)).contiguous()
+        y = self.norm(queries.contiguous(), of.query_norm).contiguous()
+        y = self._attended(of.cross, self._attended(of.own, y, y), patches)
+        y = self.norm(
+            y + self.feed_forward(of.feed_forward, y.reshape(-1, dim)).reshape(y.shape), of.last_norm
+        )
+        return y.reshape(-1, dim).contiguous()
+
+    def _attended(self, of: CrossAttention, x: Tensor, to: Tensor) -> Tensor:
+        """Of rows (windows, n, dim) to others of the same window."""
+        dim = int(x.shape[-1])
+        q, k, v = (
+            self.linear(linear, rows.reshape(-1, dim))
+            .reshape(*rows.shape[:2], of.heads, of.head_dim)
+            .transpose(1, 2)
+            .contiguous()
+            for linear, rows in ((of.q, x), (of.k, to), (of.v, to))
+        )
+        scores = (q.matmul(k.transpose(2, 3)) * of.head_dim**-0.5).contiguous()
+        y = scores.softmax(-1).contiguous().matmul(v).transpose(1, 2).reshape(-1, dim).contiguous()
+        return self.norm(x + self.linear(of.o, y).reshape(x.shape), of.norm).contiguous()
 
     def projected(self, step: ProjectorStep, x: Tensor, spec: VisionSpec) -> Tensor:
         match step:
@@ -208,7 +240,24 @@ def shares(scores: Tensor, type: DType) -> Tensor:
     return (powers / totals).cast(type).reshape(heads, queries, keys).contiguous()
 
 
-def weights_of(sublayer: PatchSublayer) -> tuple[list[Weight], list[Vector]]:
+def shape_of(value: Any) -> Any:
+    """What parts of the same shape share: without the numbers in the names of their tensors, and the limits of
+    products."""
+    if isinstance(value, Weight | Vector):
+        return replace(value, tensor=re.sub(r"\.\d+", "", value.tensor))
+    if isinstance(value, Linear):
+        own = {name: shape_of(getattr(value, name)) for name in ("weight", "bias")}
+        for end in ("inputs", "outputs"):
+            own[end] = getattr(value, end) and Limits(0, 0)
+        return replace(value, **own)
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(map(shape_of, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: shape_of(getattr(value, f.name)) for f in fields(value)})
+    return value
+
+
+def weights_of(sublayer: Any) -> tuple[list[Weight], list[Vector]]:
     found = list(parts_of(sublayer))
     weights = [part for part in found if isinstance(part, Weight)]
     return weights, [part for part in found if isinstance(part, Vector)]

@@ -3,11 +3,57 @@ row, those of the whole picture: float32 (side * side, dim). Vectors are those o
 
 from __future__ import annotations
 
-from tinygrad import Tensor, dtypes
+from collections.abc import Callable, Generator, Hashable
 
+import numpy as np
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
+
+from engine.description.stem_size import stem_of
+from engine.description.sublayers import Vector
 from engine.description.vision import PatchAttention, PatchSublayer, Stem
+from engine.runtime.pictures import Floats, Progress
 from engine.targets.graph import picture_parts
-from engine.targets.graph.picture_parts import Parts, shares
+from engine.targets.graph.picture_parts import Parameters, Parts, shape_of, shares
+
+Captured = Callable[[int, Hashable, Callable[..., Tensor]], Callable[..., Tensor]]
+"""Gives the step of a size that has a key, captured once."""
+
+
+class StemSteps:
+    """The steps of a stem. `count`: of them, but for the first and the last one."""
+
+    def __init__(
+        self, stem: Stem, patch: int, parameters: Parameters, input: DType, vector: Callable[[Vector], Floats]
+    ) -> None:
+        """`patch`: pixels a side of the encoder's patches. `vector` reads one of the file's."""
+        self._stem, self._patch, self._all, self._input, self._vector = stem, patch, parameters, input, vector
+        self._of_rows: dict[int, Stem] = {}
+        self.count = len(stem.sublayers)
+
+    def run(
+        self, rows: int, patches: Floats, total: int, captured: Captured
+    ) -> Generator[Progress, None, Tensor]:
+        """What the stem makes of so many rows and columns of the encoder's patches, those of its summary left out:
+        (rows * rows, dim). `total`: of the work's parts."""
+        stem, parts, size = self._sized(rows), Parts(self._all, self._input), -rows
+        begin = captured(size, "begin", lambda x: stem_input(parts, stem, x, self._patch))
+        x = begin(Tensor(np.ascontiguousarray(patches[: rows * rows])).realize())
+        for done, sublayer in enumerate(stem.sublayers):
+            yield Progress(done, total)
+
+            def run(x: Tensor, *own: Tensor, of: PatchSublayer = sublayer) -> Tensor:
+                return stem_sublayer(Parts(self._all.replaced(of, own), self._input), stem, of, x)
+
+            x = captured(size, shape_of(sublayer), run)(x, *self._all.of(sublayer))
+        return captured(size, "end", lambda x: convolved(parts, stem, x))(x)
+
+    def _sized(self, rows: int) -> Stem:
+        if rows not in self._of_rows:
+            side = rows * self._patch // self._stem.patch
+            self._of_rows[rows], made = stem_of(self._stem, side, self._vector)
+            self._all.vectors.update({vector: Tensor(data).realize() for vector, data in made.items()})
+        return self._of_rows[rows]
 
 
 def stem_input(parts: Parts, stem: Stem, patches: Tensor, patch: int) -> Tensor:

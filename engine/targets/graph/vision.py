@@ -7,34 +7,32 @@ hidden from attention. A sublayer is a captured step of its own: other work can 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Generator, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Device, Tensor, TinyJit, dtypes
 
-from engine.description.encoder_input import Grid, as_read, encoder_input, waves
-from engine.description.stem_size import stem_of
-from engine.description.sublayers import Vector, Weight
+from engine.description.encoder_input import Grid, as_page, encoder_input, row_by_row, waves, with_ends
 from engine.description.vision import (
-    Limits,
-    Linear,
+    ConvolutionNet,
     PatchAttention,
     PatchSublayer,
     Projector,
     QueryAttention,
-    Stem,
     VisionSpec,
+    WindowQueries,
 )
 from engine.loading.fixed_rows import fixed_rows
 from engine.loading.weights import FileWeights
 from engine.runtime.pictures import Pixels, Progress, part_by_part
+from engine.targets.graph.convolution_net import NetSteps
 from engine.targets.graph.parts import load_matrix
-from engine.targets.graph.picture_parts import Parameters, Parts, limits_of
-from engine.targets.graph.stem import convolved, stem_input, stem_sublayer
+from engine.targets.graph.picture_parts import Parameters, Parts, limits_of, shape_of
+from engine.targets.graph.stem import StemSteps
 
 _CAPTURED = 4  # sizes whose captured steps are kept
 Floats = NDArray[np.float32]
@@ -63,61 +61,65 @@ class GraphEncoder:
         is_gpu = not Device.DEFAULT.startswith("CPU")
         self._input = dtypes.float16 if is_gpu and not spec.is_float32 else dtypes.float32
         self._all = Parameters(matrices, vectors, self._limits)
-        self._steps: OrderedDict[int, dict[PatchSublayer | Projector | str, Callable[..., Tensor]]] = (
-            OrderedDict()
-        )
-        self._stems: dict[int, Stem] = {}
+        self._steps: OrderedDict[int, dict[Hashable, Callable[..., Tensor]]] = OrderedDict()
+        self._before: StemSteps | NetSteps | None = None
+        if isinstance(spec.stem, ConvolutionNet):
+            self._before = NetSteps(spec.stem, self._all, self._input)
+        elif spec.stem:
+            self._before = StemSteps(spec.stem, spec.patch, self._all, self._input, self._host.__getitem__)
 
     def encode(self, rgbs: Sequence[Pixels]) -> Generator[Progress, None, Floats]:
         """See `PictureEncoder`."""
-        return part_by_part(rgbs, self._encode)
+        page = int(self.spec.whole_first) if self.spec.page and len(rgbs) > 1 else None
+        works = [self._page(rgb) if i == page else self._encode(rgb) for i, rgb in enumerate(rgbs)]
+        return part_by_part(works)
+
+    def _page(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
+        """All tiles of a picture, whose embeddings are read as one grid."""
+        spec = self.spec
+        assert spec.tiles and spec.page
+        side = spec.tiles.side
+        rows, columns = rgb.shape[0] // side, rgb.shape[1] // side
+        tiles = rgb.reshape(rows, side, columns, side, 3).transpose(0, 2, 1, 3, 4).reshape(-1, side, side, 3)
+        made = yield from part_by_part([self._embeddings(tile) for tile in tiles])
+        return as_page(np.split(made, len(tiles)), rows, columns, self._fixed[spec.page])
 
     def _encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
-        spec = self.spec
-        grid = Grid.of(spec, rgb.shape[1], rgb.shape[0])
-        if spec.tiles and grid.is_tiled(spec):
-            side = spec.tiles.side
-            rows, columns = rgb.shape[0] // side, rgb.shape[1] // side
-            tiles = (
-                rgb.reshape(rows, side, columns, side, 3).transpose(0, 2, 1, 3, 4).reshape(-1, side, side, 3)
-            )
-            made = yield from part_by_part(tuple(tiles), self._embeddings)
-            n = side // spec.patch
-            squares = made.reshape(rows, columns, n, n, -1).transpose(0, 2, 1, 3, 4)
-            embeddings = squares.reshape(grid.rows * grid.columns, -1)
-        else:
-            embeddings = yield from self._embeddings(rgb)
-        return as_read(spec, embeddings, grid, self._fixed.__getitem__)
+        grid = Grid.of(self.spec, rgb.shape[1], rgb.shape[0])
+        embeddings = yield from self._embeddings(rgb)
+        return with_ends(self.spec, embeddings, grid, self._fixed.__getitem__)
 
     def _embeddings(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
-        """Those of the tokens of a picture, or of one tile, (tokens, width)."""
+        """Those of the tokens of a picture, or of one tile, (tokens, width), row by row."""
         spec = self.spec
         grid = Grid.of(spec, rgb.shape[1], rgb.shape[0])
         of = encoder_input(spec, rgb, self._host.__getitem__)
         n = len(of.patches)
-        before = len(spec.stem.sublayers) if spec.stem else 0
+        before = self._before.count if self._before else 0
         total = before + len(spec.sublayers) + 1
-        size = _size_of(n, spec.merge**2)
+        of_windows = any(isinstance(step, WindowQueries) for step in spec.projector_steps)
+        size = _size_of(n, (spec.merge * spec.window if of_windows else spec.merge) ** 2)
         others = [_filled(a, size) for a in (of.cos, of.sin) if a is not None]
         hidden = np.where(np.arange(size) < n, 0, -np.inf).astype(np.float32)
         others.append(Tensor(hidden).realize())
         if of.windows is not None:
             others.append(Tensor(np.pad(of.windows[:, 0], (0, size - n), "edge")).realize())
-        if spec.stem:
-            patches = yield from self._after_stem(grid.rows, of.patches, total)
+        if self._before:
+            patches = yield from self._before.run(grid.rows, of.patches, total, self._captured)
             stem = patches.pad(((0, size - patches.shape[0]), (0, 0))).contiguous().realize()
             of_stem, first = [stem], [stem]
         else:
             of_stem, first = [], [_filled(of.patches, size)]
         first += [_filled(of.added, size)] if of.added is not None else []
-        x = self._captured(size, "embed", self._embed)(*first)
+        is_embedded = not isinstance(spec.stem, ConvolutionNet)
+        x = self._captured(size, "embed", self._embed)(*first) if is_embedded else first[0]
         tokens, parts = spec.queries or grid.rows * grid.columns, dict[Projector, Floats]()
         of_keys = [Tensor(hidden).realize(), _filled(waves(grid, spec.out), size)] if spec.queries else []
         earlier = dict[int, Tensor]()
         for done, sublayer in enumerate((None, *spec.sublayers)):
             if sublayer:
                 yield Progress(before + done, total)
-                shape = _without_layer(sublayer)
+                shape = shape_of(sublayer)
                 step = self._captured(size, shape, partial(self._sublayer, sublayer, len(others)))
                 x = step(x, *others, *self._all.of(sublayer))
             if spec.reduction and done == spec.reduction.sublayers:
@@ -128,46 +130,23 @@ class GraphEncoder:
             if any(done in projector.earlier for projector in spec.projectors):
                 earlier[done] = x.clone().realize()  # the next step of this shape writes there
             for projector in spec.projectors_after(done):
-                project = self._captured(size, projector, partial(self._project, projector))
-                others_of = [*(earlier[i] for i in projector.earlier), *of_stem, *of_keys]
-                parts[projector] = project(x, *others_of).numpy()[:tokens]
-        return np.concatenate([parts[projector] for projector in spec.projectors], axis=1)
-
-    def _after_stem(self, rows: int, patches: Floats, total: int) -> Generator[Progress, None, Tensor]:
-        """What the encoder's stem makes of so many rows and columns of patches, those of its summary left out: (tokens,
-        dim)."""
-        spec, parts = self.spec, Parts(self._all, self._input)
-        stem, size = self._stem_of(rows), -rows
-        begin = self._captured(size, "begin", lambda x: stem_input(parts, stem, x, spec.patch))
-        x = begin(Tensor(np.ascontiguousarray(patches[: rows * rows])).realize())
-        for done, sublayer in enumerate(stem.sublayers):
-            yield Progress(done, total)
-
-            def run(x: Tensor, *own: Tensor, of: PatchSublayer = sublayer) -> Tensor:
-                return stem_sublayer(Parts(self._all.replaced(of, own), self._input), stem, of, x)
-
-            step = self._captured(size, _without_layer(sublayer), run)
-            x = step(x, *self._all.of(sublayer))
-        end = self._captured(size, "end", lambda x: convolved(parts, stem, x))
-        return end(x)
-
-    def _stem_of(self, rows: int) -> Stem:
-        """The stem for so many rows and columns of the encoder's patches."""
-        if rows not in self._stems:
-            assert self.spec.stem
-            side = rows * self.spec.patch // self.spec.stem.patch
-            self._stems[rows], made = stem_of(self.spec.stem, side, self._host.__getitem__)
-            self._all.vectors.update({vector: Tensor(data).realize() for vector, data in made.items()})
-        return self._stems[rows]
+                others_of = [
+                    *(earlier[i] for i in projector.earlier),
+                    *(of_stem if projector.reads_stem else []),
+                    *of_keys,
+                ]
+                run = partial(self._project, projector, len(others_of))
+                project = self._captured(size, shape_of(replace(projector, sublayers=0)), run)
+                parts[projector] = project(x, *others_of, *self._all.of(projector)).numpy()[:tokens]
+        joined = np.concatenate([parts[projector] for projector in spec.projectors], axis=1)
+        return row_by_row(spec, joined, grid)
 
     def preparations(self) -> Sequence[Callable[[], None]]:
         """None: steps are compiled when a picture needs them."""
         return ()
 
-    def _captured(
-        self, size: int, key: PatchSublayer | Projector | str, run: Callable[..., Tensor]
-    ) -> Callable[..., Tensor]:
-        """A step for so many patches; below 0 those of the stem for so many rows."""
+    def _captured(self, size: int, key: Hashable, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A step for so many patches; below 0 those before the encoder for so many rows."""
         steps = self._steps.setdefault(size, {})
         self._steps.move_to_end(size)
         while len(self._steps) > _CAPTURED:
@@ -213,37 +192,23 @@ class GraphEncoder:
         y = parts.norm(y, sublayer.post_norm) if sublayer.post_norm else y
         return (x + y).contiguous().realize()
 
-    def _project(self, projector: Projector, x: Tensor, *others: Tensor) -> Tensor:
-        """`others`: x after earlier sublayers; what the stem made; for fixed queries, what is added to the scores of
-        patches, and the waves of their places."""
-        parts, count = Parts(self._all, self._input), len(projector.earlier)
+    def _project(self, projector: Projector, n_others: int, x: Tensor, *inputs: Tensor) -> Tensor:
+        """`inputs`: x after earlier sublayers; what the stem made; for fixed queries, what is added to the scores of
+        patches, and the waves of their places; and the weights of the projector that is computed in the shape of this
+        one."""
+        others, own = inputs[:n_others], inputs[n_others:]
+        parts, count = Parts(self._all.replaced(projector, own), self._input), len(projector.earlier)
         earlier, of_stem, of_keys = others[:count], others[count:][: projector.reads_stem], others[count:]
         together = [*earlier, x, *of_stem]
         x = together[0].cat(*together[1:], dim=-1) if len(together) > 1 else x
         for step in projector.steps:
             if isinstance(step, QueryAttention):
                 x = parts.queried(step, x, *of_keys)
+            elif isinstance(step, WindowQueries):
+                x = parts.asked_by_windows(step, x, self.spec)
             else:
                 x = parts.projected(step, x, self.spec)
         return x.contiguous().realize()
-
-
-def _without_layer(sublayer: PatchSublayer) -> PatchSublayer:
-    """What sublayers of the same shape share: without the names of their tensors, and the limits of products."""
-    return cast(PatchSublayer, _renamed(sublayer))
-
-
-def _renamed(value: Any) -> Any:
-    if isinstance(value, Weight | Vector):
-        return replace(value, tensor=value.tensor.split(".", 3)[-1])
-    if isinstance(value, Linear):
-        own = {name: _renamed(getattr(value, name)) for name in ("weight", "bias")}
-        for end in ("inputs", "outputs"):
-            own[end] = getattr(value, end) and Limits(0, 0)
-        return replace(value, **own)
-    if is_dataclass(value):
-        return replace(value, **{f.name: _renamed(getattr(value, f.name)) for f in fields(value)})  # type: ignore[type-var]
-    return value
 
 
 def _size_of(n: int, multiple: int) -> int:

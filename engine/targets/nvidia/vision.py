@@ -22,7 +22,9 @@ from engine.description.vision import (
     Linear,
     PatchAttention,
     PatchFeedForward,
+    Stem,
     VisionSpec,
+    WindowQueries,
 )
 from engine.formats.dequantize import HOST_TYPES
 from engine.formats.ggml_types import TYPES
@@ -57,7 +59,9 @@ def lacks(spec: VisionSpec) -> str:
     if spec.queries:
         return "attention of fixed queries"
     if spec.stem:
-        return "an encoder before the encoder"
+        return "an encoder before the encoder" if isinstance(spec.stem, Stem) else "a net of convolutions"
+    if any(isinstance(step, WindowQueries) for step in spec.projector_steps):
+        return "queries of windows"
     if spec.reduction:
         return "fewer patches from a layer on"
     if spec.pixel_norm:
@@ -129,7 +133,7 @@ class NvidiaEncoder:
 
     def encode(self, rgbs: Sequence[Pixels]) -> Generator[Progress, None, Floats]:
         """See `PictureEncoder`."""
-        return part_by_part(rgbs, self._encode)
+        return part_by_part([self._encode(rgb) for rgb in rgbs])
 
     def _encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
         spec = self.spec
