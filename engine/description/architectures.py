@@ -15,7 +15,7 @@ from dataclasses import replace
 from engine.description.altup import has_streams, read_merge, read_streamed_layer
 from engine.description.attention_reader import AttentionReader
 from engine.description.checked_file import MOST
-from engine.description.deepstack import with_picture_parts
+from engine.description.deepstack import has_picture_parts, with_picture_parts
 from engine.description.draft_head import read_draft_head
 from engine.description.families import ARCHITECTURES, Family
 from engine.description.feed_forward_reader import FeedForwardReader
@@ -107,6 +107,9 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
         scale = self.factor("embedding_scale", unsaid) / residual
         if not 1 / MOST <= abs(scale) <= MOST:
             raise ValueError(scale)
+        # Pictures are multiplied as texts are, but by Gemma, and where they have parts.
+        picture_scale = 1 / residual if has_picture_parts(self.file, self.architecture) else scale
+        picture_scale = 1.0 if family.scaled_embedding else picture_scale
         logit_scale = self.factor("logit_scale", family.base_width / self.dim or 1.0)
         eps = self.number("attention.layer_norm_rms_epsilon", family.eps)
         has_rms_norms = self.key("attention.layer_norm_rms_epsilon") in self.file.metadata
@@ -132,7 +135,7 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
             trained_context=self.context,
             embedding=embedding,
             embedding_scale=scale,
-            picture_scale=1.0 if family.scaled_embedding else scale,
+            picture_scale=picture_scale,
             sublayers=(
                 *with_picture_parts(self, looped(self, map(self.layer, range(self.layers)), norm)),
                 *((read_merge(self, self.dim),) if has_streams(self) else ()),

@@ -8,6 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,9 @@ from engine.description.picture_size import Cut, Size
 from engine.description.sublayers import Vector
 from engine.description.vision import FixedRow, Norm, Positions, VisionSpec
 from engine.formats.prompt_pictures import Part
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 Floats = NDArray[np.float32]
 Shares = NDArray[np.float64]
@@ -148,7 +152,7 @@ def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> tuple[NDArray[np.uint8]
     if cut.padded == "corner":
         stretched = sized(picture, cut.sizes[0]).crop((0, 0, *cut.sizes[-1]))
     else:
-        padded = ImageOps.pad(picture, cut.sizes[0], how) if cut.padded else picture
+        padded = _padded(picture, cut.sizes[0], sized) if cut.padded else picture
         stretched = functools.reduce(sized, cut.sizes, padded)
     if spec.page:
         page = np.asarray(stretched)
@@ -161,6 +165,19 @@ def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> tuple[NDArray[np.uint8]
     is_from_tiles = len(cut.sizes) > 1 and not cut.padded
     last = whole(stretched if is_from_tiles else picture)
     return (last, *parts) if spec.whole_first else (*parts, last)
+
+
+def _padded(
+    picture: Image.Image, size: Size, sized: Callable[[Image.Image, Size], Image.Image]
+) -> Image.Image:
+    """A picture that keeps its shape in the middle of one of `size`, with black around it."""
+    from PIL import Image
+
+    scale = min(size[0] / picture.width, size[1] / picture.height)
+    inner = min(math.ceil(picture.width * scale), size[0]), min(math.ceil(picture.height * scale), size[1])
+    whole = Image.new("RGB", size)
+    whole.paste(sized(picture, inner), ((size[0] - inner[0]) // 2, (size[1] - inner[1]) // 2))
+    return whole
 
 
 def _cropped(rgb: NDArray[np.uint8], size: Size) -> NDArray[np.uint8]:

@@ -222,13 +222,13 @@ def _of_nearest_shape(width: int, height: int, align: int, most: int) -> tuple[i
 
 
 def _shrunk(width: int, height: int, align: int, most: int) -> Size:
-    """For "up" (`SizeRule`). A picture for which no step is small enough gets the nearest size with that area."""
+    """For "up" (`SizeRule`). A picture for which no step is small enough becomes all squares in a row."""
     for step in range(_STEPS):
         scale = 1 - step / _STEPS
         across, down = (max(1, math.ceil(side * scale / align)) for side in (width, height))
         if across * down <= most:
             return across * align, down * align
-    return _fit(width, height, align, align**2, most * align**2)
+    return (most * align, align) if width > height else (align, most * align)
 
 
 def _fit(width: int, height: int, align: int, least: int, most: int) -> tuple[int, int]:

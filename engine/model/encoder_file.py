@@ -16,7 +16,7 @@ from tinygrad import Device
 from engine.description.encoder_input import kept_embeddings, layout, resized
 from engine.description.encoder_kinds import FITTING
 from engine.description.spec import ModelSpec
-from engine.description.vision import Affine, VisionSpec
+from engine.description.vision import Affine, FixedRow, VisionSpec
 from engine.description.vision_reader import read_vision
 from engine.errors import BackendError, ModelFileError, PictureError
 from engine.formats.gguf import GGUF, printable
@@ -63,7 +63,10 @@ class EncoderFile:
             )
         if (scale := model.picture_scale) != 1:
             steps = [replace(p, steps=(*p.steps, Affine(scale))) for p in self.spec.projectors]
-            self.spec = replace(self.spec, projectors=tuple(steps))
+            ends = self.spec.ends
+            if ends and ends.page:  # the other ends are of models whose scale is 1
+                ends = replace(ends, page=FixedRow(replace(ends.page.vector, factor=scale)))
+            self.spec = replace(self.spec, projectors=tuple(steps), ends=ends)
         stat = Path(path).stat()
         self._identity = f"{Path(path).resolve()} {stat.st_size} {stat.st_mtime_ns} {scale}"
         self._decoders = {is_large: PictureDecoder() for is_large in (False, True)}

@@ -19,14 +19,17 @@ from tests import generated_encoder, generated_model
 def test_every_kind_is_read(kind, tmp_path):
     spec = read_vision(GGUF(generated_encoder.write(tmp_path / "e.gguf", kind, out=128)))
     assert (spec.kind, spec.out, spec.merge) == (kind, 128, KINDS[kind])
+    assert spec.width == 128 * (3 if kind == "granite4_vision" else 1)
     attention = [s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention)]
-    windowed = {"gemma4uv": [], "minicpmv4_6": [False, True, False]}
+    windowed = {"gemma4uv": [], "gemma3nv": [], "minicpmv4_6": [False, True, False]}
+    windowed["granite4_vision"] = [False, False]
     windowed |= {
-        name: [True, False] for name in ("qwen2.5vl_merger", "qwen2.5o", "exaone4_5", "muse-glimmer")
+        name: [True, False]
+        for name in ("qwen2.5vl_merger", "qwen2.5o", "exaone4_5", "muse-glimmer", "youtuvl")
     }
     assert [a.windowed for a in attention] == windowed.get(kind, [False])
     assert bool(spec.reduction) == (kind == "minicpmv4_6")
-    assert bool(spec.pixel_norm) == (not attention)
+    assert bool(spec.pixel_norm) == (kind == "gemma4uv")
     of_places = (
         "gemma3",
         "idefics3",
@@ -40,12 +43,23 @@ def test_every_kind_is_read(kind, tmp_path):
         "hunyuanvl",
         "deepseekocr",
         "minicpmv4_6",
+        "granite4_vision",
     )
     with_class = "internvl", "mlp", "llama4", "deepseekocr"
-    assert bool(spec.stem) == (kind == "deepseekocr")
+    assert bool(spec.stem) == (kind in ("deepseekocr", "gemma3nv"))
     assert bool(spec.rotations) == (kind not in of_places and bool(attention))
     assert bool(spec.tiles) == (
-        kind in ("idefics3", "internvl", "lfm2", "resampler", "llama4", "deepseekocr", "minicpmv4_6")
+        kind
+        in (
+            "idefics3",
+            "internvl",
+            "lfm2",
+            "resampler",
+            "llama4",
+            "deepseekocr",
+            "minicpmv4_6",
+            "granite4_vision",
+        )
     )
     assert spec.summary_rows == {"nemotron_v2_vl": 3}.get(kind, int(kind in with_class))
     assert [a for a in attention if a.o.inputs] == (attention if kind == "gemma4v" else [])
@@ -141,6 +155,9 @@ def test_a_reduction_that_cannot_be_is_named(key, value, sentence, tmp_path):
         (SizeRule("shape", 28, 4096), (640, 300), (644, 308)),
         (SizeRule("shape", 28, 4096), (9000, 9000), (1792, 1792)),
         (SizeRule("shape", 28, 4096), (9, 200000), (28, 114688)),
+        (SizeRule("up", 32, 64), (100, 33), (128, 64)),
+        (SizeRule("up", 32, 64), (300, 300), (256, 256)),
+        (SizeRule("up", 32, 64), (9, 200000), (32, 2048)),
     ],
 )
 def test_sizes(rule, size, wanted):

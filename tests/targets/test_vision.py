@@ -51,6 +51,7 @@ OF_KINDS = [
 ]
 OTHERS = [
     rarely("qwen2.5vl_merger", {}),
+    rarely("youtuvl", {}),
     ("muse-glimmer", {}),
     rarely("idefics3", {"side": 36}),
     ("internvl", {}),
@@ -109,10 +110,13 @@ def test_embeddings_are_those_of_the_description(kind, how, target, tmp_path, mo
         ("internvl", {"normed": True}, (16, 16)),
         ("exaone4_5", {"patch": 8}, (150, 100)),
         ("deepseekocr", {"side": 128}, (190, 100)),
+        ("granite4_vision", {}, (60, 40)),
+        ("gemma3nv", {}, (60, 40)),
     ],
 )
 def test_what_no_kernels_compute_is_tensor_graphs(kind, how, size, tmp_path):
-    """Norms over all heads, fewer heads of keys, and an encoder before the encoder, also of tiles."""
+    """Norms over all heads, fewer heads of keys, an encoder before the encoder, also of tiles, queries of windows, and
+    a net of convolutions."""
     path = generated_encoder.write(tmp_path / "e.gguf", kind, **how)
     wanted, encoder = ReferenceEncoder(path), open_encoder(path)
     rgb = noise(*size)
@@ -160,6 +164,20 @@ def test_a_cpu_multiplies_halves_as_integers_with_little_error(lanes, tmp_path, 
     assert np.array_equal(embeddings(encoder, rgb), got), "nothing is left of a picture before"
 
 
+@pytest.mark.parametrize("size, rows, columns", [((60, 40), 6, 8), ((10, 60), 8, 2), ((40, 40), 8, 8)])
+def test_what_pads_a_picture_is_not_read(size, rows, columns, tmp_path):
+    """Granite 4 Vision's whole picture has 16 tokens; then come those of four tiles or two, and ends of their rows."""
+    with GGUF(generated_encoder.write(tmp_path / "e.gguf", "granite4_vision")) as file:
+        spec = read_vision(file)
+    _, (whole, page) = layout(spec, *size)
+    assert (whole.tokens, page.tokens) == (16, rows * (columns + 1))
+    kept = encoder_input.kept_embeddings(spec, *size)
+    width = resized(spec, noise(*size))[1].shape[1] // (spec.patch * spec.merge)
+    read = kept[16:].reshape(rows, columns + 1) - 16
+    assert (kept[:16] == np.arange(16)).all() and (read[:, -1] % (width + 1) == width).all()
+    assert (read[:, 0] % (width + 1) == (width - columns) // 2).all()
+
+
 def test_a_picture_of_one_row_is_made_square_within_bounds(tmp_path, monkeypatch):
     """Else one of 65,535 pixels takes 13 GB."""
     monkeypatch.setattr(encoder_input, "_MOST_PADDED", 100)
@@ -173,7 +191,7 @@ def test_a_picture_of_one_row_is_made_square_within_bounds(tmp_path, monkeypatch
 
 
 @thorough
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"deepseekocr"}))
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"deepseekocr", "granite4_vision", "gemma3nv"}))
 def test_the_memory_that_a_cpu_needs_is_known(kind, tmp_path):
     encoder = open_encoder(generated_encoder.write(tmp_path / "e.gguf", kind), CPUEncoder)
     taken = sum(view(buffer).nbytes for buffer in encoder._buffers.values())
