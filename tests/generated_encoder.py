@@ -132,6 +132,8 @@ class _Encoder:
             "feed_forward_length": self.width, "block_count": self.layers, "projection_dim": self.out,
             "attention.head_count": self.heads,
         }  # fmt: skip
+        if kind == "gemma3nv":  # its files say so, though it has no patches
+            sizes["patch_size"] = self.side // 256
         for key, value in sizes.items():
             writer.add_uint32(f"clip.vision.{key}", value)
         if self.is_qwen or kind in ("pixtral", "glm4v", "hunyuanvl", "muse-glimmer"):

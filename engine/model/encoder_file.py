@@ -27,8 +27,9 @@ from engine.model.coverage import lacks_kernels_because
 from engine.protocol.events import KernelPath, Picture
 from engine.runtime.kept_embeddings import KeptEmbeddings
 from engine.runtime.pictures import PictureEncoder, PictureRoom, picture_ids
-from engine.targets.cpu.vision import CPUEncoder, scratch_bytes
-from engine.targets.cpu.vision import lacks as lacks_on_cpus
+from engine.targets.cpu.picture_coverage import lacks as lacks_on_cpus
+from engine.targets.cpu.picture_coverage import scratch_bytes
+from engine.targets.cpu.vision import CPUEncoder
 from engine.targets.graph.picture_parts import SCORES
 from engine.targets.graph.vision import GraphEncoder
 

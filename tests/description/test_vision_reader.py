@@ -11,7 +11,7 @@ from engine.description.vision import PatchAttention, PatchFeedForward
 from engine.description.vision_reader import read_vision
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
-from engine.targets.cpu.vision import lacks
+from engine.targets.cpu.picture_coverage import lacks
 from tests import generated_encoder, generated_model
 
 

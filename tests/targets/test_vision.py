@@ -16,8 +16,9 @@ from engine.formats.gguf import GGUF
 from engine.loading.weights import FileWeights
 from engine.targets.cpu import picture_chunks
 from engine.targets.cpu.kernels.memory import view
+from engine.targets.cpu.picture_coverage import lacks, scratch_bytes
 from engine.targets.cpu.runner import CPURunner
-from engine.targets.cpu.vision import CPUEncoder, lacks, scratch_bytes
+from engine.targets.cpu.vision import CPUEncoder
 from engine.targets.graph import picture_parts
 from engine.targets.graph.runner import GraphRunner
 from engine.targets.graph.vision import GraphEncoder
