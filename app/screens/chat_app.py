@@ -14,6 +14,7 @@ from textual.containers import Horizontal
 from textual.events import Event, Key, Resize
 from textual.screen import ModalScreen, Screen
 from textual.theme import ThemeProvider
+from textual.timer import Timer
 from textual.widget import Widget
 
 from app.chat.chat_options import ChatOptions
@@ -32,7 +33,7 @@ from app.screens.dashboard import Dashboard
 from app.screens.drawn_pictures import DrawnPictures
 from app.screens.engine_setup import EngineSetup
 from app.screens.file_actions import FileActions
-from app.screens.frame_pacer import TICK_S, FramePacer
+from app.screens.frame_pacer import REST_S, TICK_S, FramePacer
 from app.screens.leaving import Leaving
 from app.screens.pages.chats import ChatsScreen
 from app.screens.pages.help import HelpScreen
@@ -162,6 +163,7 @@ class ChatApp(
         self._first_theme, self.session.flaws, self._open_first = theme, warning, chat_id
         self._send_first, self._first_draft = initial_prompt, draft
         self._pacer = FramePacer()
+        self._ticker: tuple[float, Timer] | None = None  # every so many seconds
         self._is_prompt_visible, self._has_dashboard_drawn = True, False
         self.animation_level = "none"
 
@@ -199,7 +201,7 @@ class ChatApp(
         if self._send_first:
             await self.session.send(self._send_first)
         garbage.postpone()
-        self.set_interval(TICK_S, self._tick)
+        self._tick_every(TICK_S)
         self.set_interval(FILES_S, self._look_at_files)
         suspend_between_events(self)
         end_with_terminal(self)
@@ -214,6 +216,12 @@ class ChatApp(
 
     # --- drawing ----------------------------------------------------------------------------------------
 
+    def _tick_every(self, seconds: float) -> None:
+        if self._ticker is None or seconds != self._ticker[0]:
+            if self._ticker is not None:
+                self._ticker[1].stop()
+            self._ticker = seconds, self.set_interval(seconds, self._tick)
+
     def _tick(self) -> None:
         if not self._pacer.is_due():
             return
@@ -227,6 +235,7 @@ class ChatApp(
         self.save_draft_if_due(time.monotonic())
         if not self.session.is_answering and self._pacer.is_idle:
             garbage.collect_if_due()
+        self._tick_every(REST_S if self._pacer.is_idle and not self.session.is_busy else TICK_S)
 
     def _focus_visible(self) -> None:
         """Focuses the prompt when it becomes visible, and never leaves the focus on something that is not visible."""
@@ -241,6 +250,8 @@ class ChatApp(
         if isinstance(event, Key) and event.key not in set(TerminalKey):
             self._pacer.key_pressed()
             self.dashboard.tuner.key_pressed()
+            if self._ticker is not None:
+                self._tick_every(TICK_S)
         await super().on_event(event)
 
     def on_key(self, event: Key) -> None:

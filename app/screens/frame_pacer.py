@@ -10,6 +10,8 @@ MAX_SHARE = 0.2
 """The share of a core that drawing may take. Where it would take more, frames are further apart, up to MAX_FRAME_S."""
 TICK_S = FRAME_S / 4
 """How often `FramePacer.is_due` is asked."""
+REST_S = 0.25
+"""The same while nobody types and the engine is idle: a chat that is open all day takes less of a battery."""
 AFTER_KEY_S, TYPING_S, MAX_TYPING_FRAME_S = 0.03, 0.2, 0.5
 """While keys are less than TYPING_S apart, a frame is drawn just after a key has been shown (AFTER_KEY_S), because the
 next key is least likely then. MAX_TYPING_FRAME_S is the longest time between such frames."""
@@ -19,7 +21,8 @@ IDLE_S = 2.0
 
 class FramePacer:
     def __init__(self) -> None:
-        self._frame_at = self._frame_cpu_s = self._key_at = 0.0
+        self._frame_at = self._frame_cpu_s = 0.0
+        self._key_at = time.monotonic()
 
     def key_pressed(self) -> None:
         self._key_at = time.monotonic()
