@@ -1,11 +1,17 @@
 """The base of the pages over the screen: a frame with a title and the keys."""
 
+from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen, ScreenResultType
 
 from widgets.text import longest_fitting
 
+EVERYWHERE: list[BindingType] = [
+    Binding("ctrl+c", "app.simulate_key('escape')", show=False),  # where no selection is copied
+    Binding("alt+z", "app.suspend", show=False),
+]
+"""What keys do on every page. A modal screen gets none of the application's."""
 _BORDER = 6  # cells of a border that a text in it cannot use
 
 
@@ -23,6 +29,8 @@ class Frame(Vertical):
 
 class Page(ModalScreen[ScreenResultType]):
     """Composes one `Frame`."""
+
+    BINDINGS = EVERYWHERE
 
     DEFAULT_CSS = """
     Page { align: center middle; background: $background 60%; }

@@ -6,6 +6,8 @@ from textual.binding import Binding
 from textual.command import CommandList, CommandPalette, DiscoveryHit, Hit, Hits, Provider
 from textual.css.query import NoMatches
 
+from widgets.page import EVERYWHERE
+
 _BY_HELP = 0.01
 """The score of a command that is found by what it does. It is below the score of one that is found by its title."""
 
@@ -43,7 +45,7 @@ class Palette(CommandPalette):
     Palette.-short CommandList > .option-list--option { padding: 0 1; }
     """
     # With priority, since a key that waits in the palette while it closes would be lost.
-    BINDINGS = [Binding("escape", "escape", "Close", priority=True)]
+    BINDINGS = [Binding("escape", "escape", "Close", priority=True), *EVERYWHERE]
 
     # Keys may come before the list is there, before it has a size, and after it is gone: then they mean nothing.
 

@@ -413,6 +413,8 @@ async def test_help_and_palette_have_every_action(history):
         assert commands == {entry.title for entry in (*ACTIONS, *WAYS)} | {"Theme"}
         await user.press("ctrl+p", *"past", "enter")
         await user.until(lambda: isinstance(user.app.screen, ChatsScreen))
+        await user.press("ctrl+c")
+        await user.until(lambda: user.app.screen is user.app.page)
 
 
 @pytest.mark.parametrize("size", [rarely((100, 40)), (60, 20)])
