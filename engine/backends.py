@@ -162,6 +162,8 @@ def install(dev: str) -> None:
             early_launch,
             graph_leftovers,
             graph_sizes,
+            idle_threads,
+            load_order,
             streamed_loads,
             warpgroup_products,
         )
@@ -171,6 +173,8 @@ def install(dev: str) -> None:
         early_launch.apply()
         graph_leftovers.apply()
         graph_sizes.apply()
+        idle_threads.apply()
+        load_order.apply()
         streamed_loads.apply()
         warpgroup_products.apply()
     if device == "NV":

@@ -25,7 +25,9 @@ class LaunchHints:
     older. Without names it waits before everything else. `releases`: when the next kernel may start
     (`engine.fixes.early_launch`). `loads_first`: the names of buffers that it loads before it waits, though it needs
     them late: the kernel before does not write them, and had waited itself when it let this one start. `streams`: those
-    of buffers that it only reads, each element once (`engine.fixes.streamed_loads`)."""
+    of buffers that it only reads, each element once (`engine.fixes.streamed_loads`). `loads_together`: whether all
+    that it loads beside its weights is under way before it computes (`engine.fixes.load_order`). `idle_ends`: whether
+    threads that store nothing end where they last meet (`engine.fixes.idle_threads`)."""
 
     min_blocks: int = 0
     shared_bytes: int = 0
@@ -33,6 +35,8 @@ class LaunchHints:
     releases: Release = "at its end"
     loads_first: tuple[str, ...] = ()
     streams: tuple[str, ...] = ()
+    loads_together: bool = False
+    idle_ends: bool = False
 
 
 NO_HINTS = LaunchHints()

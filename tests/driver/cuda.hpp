@@ -156,6 +156,7 @@ INLINE float fmaxf(float a, float b) { return a < b || a != a ? b : a; }
 #define exp2(x) context->functions.exp2(x)
 #define __nvvm_ex2_approx_ftz_f(x) exp2(x)
 #define __fdividef(x, y) ((x) / (y))
+#define rsqrtf(x) (1.0f / __builtin_sqrtf(x))
 #define log2(x) context->functions.log2(x)
 #define sin(x) context->functions.sin(x)
 #define hsqrt(x) ((half)__builtin_sqrtf((float)(x)))

@@ -73,12 +73,33 @@ def streamed(*names):
     print(re.findall("__ldcs.*?(data.)", to_program(graph, renderer).src[2].arg))
 streamed()
 streamed("x")
+from engine.fixes import idle_threads, load_order
+for fix in (idle_threads, load_order):
+    fix.apply()
+def order(guarded=True, **hints):
+    def function(out, planes, x):
+        i = UOp.special(64, "lidx0")
+        own = after_store(shared(64, 0), i, load(planes, i) * load(x, i))
+        return finish("k", [store(out, i, load(own, i), i < 8 if guarded else None)])
+    buffers = [UOp.placeholder((64,), dtypes.float32, slot=k) for k in (0, 1, 2)]
+    graph = Kernel(function, ("out",), ("planes", "x"), LaunchHints(**hints)).graph(*buffers)
+    words = {"data1": "weights", "data2": "x", "pmevent": "hold", "buf0+": "sums", "__sync": "meet", "return;": "end"}
+    lines = to_program(graph, renderer).src[2].arg.split("lidx0 = ")[1].splitlines()
+    print(*(word for line in lines for part, word in words.items() if part in line))
+order()
+order(loads_together=True)
+order(idle_ends=True)
+order(idle_ends=True, guarded=False)
 """
 
 
-def test_a_kernel_asks_for_blocks_per_multiprocessor_whatever_its_name_and_streams_what_it_says():
-    bounds = ["64", "64, 5", "64, 5", "64"]
-    assert python(KERNELS + BOUNDS).splitlines() == [*bounds, "[]", "['data1']"]
+def test_a_kernel_asks_for_blocks_per_multiprocessor_for_loads_and_for_ends_of_threads():
+    *bounds, none, streamed, stock, held, ended, all_store = python(KERNELS + BOUNDS).splitlines()
+    assert bounds == ["64", "64, 5", "64, 5", "64"]
+    assert (none, streamed) == ("[]", "['data1']")
+    assert stock == all_store == "weights x sums meet sums"
+    assert held == "weights x hold sums meet sums"
+    assert ended == "weights x sums meet end sums"
 
 
 RENDERER = """

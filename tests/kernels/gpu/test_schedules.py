@@ -102,11 +102,11 @@ def test_a_search_tries_early_weights_where_kernels_are_launched_early():
 def test_a_search_tries_how_a_product_is_launched():
     stack, chip = StackedMatrices.single(Q6_K, 3072, 3072), Chip("sm_00", 132, launches_early=True)
     usual = lambda s: s.releases == usual_release(s.early)
-    launched = lambda s: (not usual(s) and s.releases, s.early_end, s.brings, s.streams)
+    launched = lambda s: (not usual(s) and s.releases, s.early_end, s.brings, s.streams, s.together)
     for s in (Schedule(48, 4, 4), early(48, 4, 4), early(48, 4, 4, releases=WAITED, early_end=True)):
         near = schedules.neighbours(stack, s, chip)
         ways = [{"releases": release} for release in (END, WAITED, MET) if release != s.releases]
-        ways += [{"early_end": not s.early_end}, {"streams": True}, {"brings": 4}]
+        ways += [{"early_end": not s.early_end}, {"streams": True}, {"together": True}, {"brings": 4}]
         first, others = near[: len(ways)], near[len(ways) :]
         assert first == [replace(s, **way) for way in ways]
         assert others and all(launched(s) == launched(other) for other in others)

@@ -166,15 +166,12 @@ def block_totals(own: Sequence[UOp], thread: UOp, threads: int, slot: int) -> li
 
 
 def sigmoid(x: UOp) -> UOp:
-    return (f32(1) + (x * f32(-LOG2_E)).exp2()).reciprocal()
-
-
-def quick_sigmoid(x: UOp) -> UOp:
-    """As `sigmoid`, with an error of its last bit, on CUDA by one instruction: a division has a branch for denormal
-    numbers, behind which nothing else begins, so that a thread's divisions wait for each other."""
+    """On CUDA by one instruction, with an error of its last bit: a division has a branch for denormal numbers, behind
+    which nothing else begins, so that a thread's divisions wait for each other."""
+    divisor = f32(1) + (x * f32(-LOG2_E)).exp2()
     if not isinstance(renderer(), CUDARenderer):
-        return sigmoid(x)
-    return UOp(Ops.CUSTOM, F32, (f32(1) + (x * f32(-LOG2_E)).exp2(),), "__fdividef(1.0f, {0})")
+        return divisor.reciprocal()
+    return UOp(Ops.CUSTOM, F32, (divisor,), "__fdividef(1.0f, {0})")
 
 
 def softplus(x: UOp) -> UOp:
@@ -189,7 +186,7 @@ def curved(x: UOp, curve: UOp) -> UOp:
     return (x > 0).where(p * x * x, negative) + b * x
 
 
-def gated(gate: UOp, up: UOp, activation: Activation, sigmoid: Callable[[UOp], UOp] = sigmoid) -> UOp:
+def gated(gate: UOp, up: UOp, activation: Activation) -> UOp:
     """activation(gate) * up. All activations but what is positive and its square are gate * sigmoid(x); an infinite
     power of two gives zero."""
     if activation in ("relu", "relu2"):
@@ -237,8 +234,11 @@ def within(value: UOp, limit: float) -> UOp:
 
 
 def inverse_rms(sum_of_squares: UOp, n: int, eps: float) -> UOp:
-    """The factor of an RMS norm over n elements."""
-    return (sum_of_squares * f32(1.0 / n) + f32(eps)).sqrt().reciprocal()
+    """The factor of an RMS norm over n elements, on CUDA by one instruction, as in `sigmoid`."""
+    mean = sum_of_squares * f32(1.0 / n) + f32(eps)
+    if not isinstance(renderer(), CUDARenderer):
+        return mean.sqrt().reciprocal()
+    return UOp(Ops.CUSTOM, F32, (mean,), "rsqrtf({0})")
 
 
 def least_counting(mean: UOp, squares: UOp, n: int, sparsity: float) -> UOp:

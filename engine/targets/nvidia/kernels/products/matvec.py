@@ -374,7 +374,9 @@ def _hints(
     release: Release = "after its wait" if starts_next and s.releases == "at its end" else s.releases
     waits_for = tuple(name for name in names if s.early and name not in loads_first)
     first = tuple(name for name in names if name in loads_first)
-    return LaunchHints(s.blocks, 0, waits_for, release, first, ("planes",) * s.streams)
+    return LaunchHints(
+        s.blocks, 0, waits_for, release, first, ("planes",) * s.streams, s.together, idle_ends=s.early
+    )
 
 
 def _row_sums(
@@ -403,8 +405,7 @@ def _row_sums(
 
 def chunks(stack: StackedMatrices, s: Schedule) -> int:
     """How many threads add the sums of a row, before one adds theirs: the compiler makes a chain of additions of those
-    of one thread, each of which waits for the one before. 1 where this was not timed: beside a choice of experts, or
-    where a thread is late anyway since it does not load weights early."""
-    if stack.experts or not s.early:
+    of one thread, each of which waits for the one before. 1 for experts: with more, those of Qwen3 30B take longer."""
+    if stack.experts:
         return 1
     return next(n for n in (16, 8, 4, 2, 1) if n == 1 or n * (s.block_rows + 1) <= s.block_threads)

@@ -120,9 +120,10 @@ def _measured(shipped: _Shipped, stack: StackedMatrices) -> Schedule | None:
     numbers = shipped.early.get(name) or shipped.products.get(name)
     if not numbers:
         return None
-    is_early, early_end, streams = (name in s for s in (shipped.early, shipped.early_ends, shipped.streams))
+    lists = shipped.early, shipped.early_ends, shipped.streams, shipped.together
+    is_early, early_end, streams, together = (name in s for s in lists)
     releases = shipped.releases.get(name, usual_release(is_early))
-    return Schedule(*numbers, is_early, releases, early_end, shipped.brings.get(name, 0), streams)
+    return Schedule(*numbers, is_early, releases, early_end, shipped.brings.get(name, 0), streams, together)
 
 
 def _for_the_next(s: Schedule, stack: StackedMatrices, place: Place) -> Schedule:
@@ -208,13 +209,14 @@ class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Shipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file of tuned schedules: where they come from, the multiprocessors of that GPU, and for each
     `StackedMatrices.name` threads, groups, rows and blocks. Those of `early` are `Schedule.early`; `releases`,
-    `brings`, and the names in `early_ends` and `streams` are those fields of a `Schedule`, where they are not the usual
-    ones."""
+    `brings`, and the names in `early_ends`, `streams` and `together` are those fields of a `Schedule`, where they are
+    not the usual ones."""
 
     origin: str = "a guess"
     multiprocessors: int = 0
     early_ends: frozenset[str] = frozenset()
     streams: frozenset[str] = frozenset()
+    together: frozenset[str] = frozenset()
     rule: _Rule = _Rule()
     products: dict[str, _Numbers] = {}
     early: dict[str, _Numbers] = {}
@@ -266,6 +268,7 @@ def neighbours(stack: StackedMatrices, s: Schedule, chip: Chip = _UNKNOWN) -> li
     if chip.launches_early:
         others += [replace(s, releases=release) for release in get_args(Release)]
         others += [replace(s, early_end=not s.early_end), replace(s, streams=not s.streams)]
+        others += [replace(s, together=not s.together)]
         others += [replace(s, brings=n) for n in _BROUGHT]
     near = ((_distance(other, s), other) for other in others if other != s)
     size = s.threads * s.groups, s.block_rows
@@ -282,7 +285,8 @@ def _launched_as(s: Schedule, other: Schedule) -> Schedule:
     """Another schedule, which does the same as `s` for its end and the next kernel."""
     is_usual = s.releases == usual_release(s.early)
     releases = usual_release(other.early) if is_usual else s.releases
-    return replace(other, releases=releases, early_end=s.early_end, brings=s.brings, streams=s.streams)
+    own = {name: getattr(s, name) for name in ("early_end", "brings", "streams", "together")}
+    return replace(other, releases=releases, **own)
 
 
 def _all(stack: StackedMatrices, chip: Chip) -> list[Schedule]:

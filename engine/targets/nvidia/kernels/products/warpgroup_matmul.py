@@ -45,7 +45,6 @@ from engine.targets.nvidia.kernels.uops import (
     finish,
     gated,
     load_run,
-    quick_sigmoid,
     store,
     within,
     zeroed_registers,
@@ -182,7 +181,7 @@ def stored(
         pairs = [sums[i * 4 + e :: 2][:2] for e in (0, 1)]
         tokens = [block.token + i * 8 + block.lane % 4 * 2 + e for e in (0, 1)]
         if activation:
-            products = (gated(a, b, activation, quick_sigmoid) for a, b in pairs)
+            products = (gated(a, b, activation) for a, b in pairs)
             values = halves(rounded(*(within(product, MAX_HALF) for product in products)))
             places = [index(token, row // 2, block.rows // 2) for token in tokens]
             results += [store(out, *at, ok) for at in zip(places, values, strict=True)]
