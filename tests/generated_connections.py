@@ -32,8 +32,21 @@ def add_connections(to: Tensors, layer: int, prefix: str) -> None:
             to.vector(f"{prefix}ple_norm_{name}.weight", width, 1.0)
         taps = to.weights(to.rng, width, keys["ple.conv_kernel"], Type.F32)
         to.numbers(f"{prefix}ple_conv1d.weight", taps)
-    if (layer + 1) % keys["full_attention_interval"] == 0:
-        heads, size = (keys[f"attention.indexer.{x}"] for x in ("head_count", "key_length"))
+
+
+def add_indexer(to: Tensors, layer: int, prefix: str) -> None:
+    """What chooses the tokens that the attention of a layer reads, if anything does."""
+    keys, dim = to.metadata, to.shape.dim
+    if "attention.indexer.head_count" not in keys:
+        return
+    heads, size = (keys[f"attention.indexer.{x}"] for x in ("head_count", "key_length"))
+    if to.parts.latent:
+        to.matrix(f"{prefix}indexer.attn_q_b", heads * size, keys["attention.q_lora_rank"])
+        to.matrix(f"{prefix}indexer.attn_k", size, dim)
+        to.matrix(f"{prefix}indexer.proj", heads, dim)
+        to.vector(f"{prefix}indexer.k_norm.weight", size, 1.0)
+        to.vector(f"{prefix}indexer.k_norm.bias", size, 0.0)
+    elif layer >= keys.get("leading_dense_block_count", 0):
         to.matrix(f"{prefix}indexer.q_proj", heads * size, dim)
         to.matrix(f"{prefix}indexer.k_proj", size, dim)
         for name in "qk":

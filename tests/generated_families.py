@@ -133,6 +133,11 @@ MLA = {
     "attention.key_length_mla": 48,
     "attention.value_length_mla": 32,
 }
+INDEXER = {
+    "attention.indexer.head_count": 2,
+    "attention.indexer.key_length": 64,
+    "attention.indexer.top_k": 1024,
+}
 SCAN = {"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.time_step_rank": 32, "ssm.inner_size": 128}
 LAYER_NORMS = Parts(layer_norms="biases")
 BIASED = LAYER_NORMS.but(biases="all")
@@ -377,6 +382,20 @@ ARCHITECTURES: dict[str, Parts] = {
     "minimax-m2": MIXTURE.but(
         {"expert_gating_func": 2, "feed_forward_length": 64}, norms="all", choice_bias=True
     ),
+    "minimax-m3": CHOSEN.but(
+        ONE_SHARED
+        | INDEXER
+        | {"attention.indexer.top_k": 16, "attention.indexer.block_size": 64}
+        | {"attention.indexer.local_blocks": 1},
+        norms="head",
+    ),
+    "mimo2": MIXTURE.but(
+        SWA
+        | {"attention.sliding_window_pattern": [True, False] * 8, "rope.freq_base_swa": 500.0}
+        | {"attention.value_length": 8, "attention.value_scale": 0.7},
+        choice_bias=True,
+        sinks=True,
+    ),
     "hy_v3": CHOSEN.but(
         {"expert_shared_feed_forward_length": 96, "leading_dense_block_count": 1}, norms="head"
     ),
@@ -419,6 +438,16 @@ ARCHITECTURES: dict[str, Parts] = {
     "deepseek2-ocr": SHARED.but({"expert_shared_count": 2, "leading_dense_block_count": 1}),
     "deepseek": SHARED.but(
         {"expert_shared_count": 2, "leading_dense_block_count": 1, "expert_weights_scale": 1.5}
+    ),
+    "deepseek32": CHOSEN.but(
+        LATENT
+        | MLA
+        | INDEXER
+        | {"attention.head_count_kv": 1, "attention.q_lora_rank": 96, "expert_weights_scale": 2.5},
+        latent="apart",
+    ),
+    "glm-dsa": CHOSEN.but(
+        LATENT | MLA | INDEXER | {"attention.head_count_kv": 1, "attention.q_lora_rank": 96}, latent="apart"
     ),
     "deepseek2": CHOSEN.but(
         LATENT

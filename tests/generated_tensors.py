@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from tests.generated_connections import add_connections, add_last_connection
+from tests.generated_connections import add_connections, add_indexer, add_last_connection
 from tests.generated_families import Parts
 
 STREAMS, LOW_RANK = 4, 64  # as llama.cpp has them
@@ -209,6 +209,7 @@ class Tensors:
 
     def mixing(self, layer: int, prefix: str) -> None:
         """Attention of the kind that the layer has."""
+        add_indexer(self, layer, prefix)
         if self.parts.latent:
             return self.latent_attention(prefix)
         head_dim, has_window = self.shape.head_dim, False
@@ -221,15 +222,16 @@ class Tensors:
 
     def attention(self, prefix: str, head_dim: int, kv_heads: int, has_keys: bool, has_values: bool) -> None:
         parts, heads, dim = self.parts, self.shape.heads, self._dim
+        values = head_dim * self.metadata["attention.value_length"] // self.shape.head_dim
         rows = {"attn_q": heads * head_dim}
         if has_keys:
             rows["attn_k"] = kv_heads * head_dim
         if has_values:
-            rows["attn_v"] = kv_heads * head_dim
+            rows["attn_v"] = kv_heads * values
         in_file = {"attn_qkv": sum(rows.values())} if parts.fused else rows
         for name, n in in_file.items():
             self.matrix(prefix + name, 2 * n if parts.delta and name == "attn_q" else n, dim)
-        self.matrix(prefix + "attn_output", dim, heads * head_dim)
+        self.matrix(prefix + "attn_output", dim, heads * values)
         if parts.gated:
             self.matrix(prefix + "attn_gate", heads if parts.gated == "heads" else heads * head_dim, dim)
         if parts.biases:

@@ -43,7 +43,7 @@ NEIGHBOURS = {
     "llama", "llama4", "mistral3", "granite", "granitemoe", "smollm3", "chatglm", "ernie4_5", "ernie4_5-moe", "glm4",
     "granitehybrid", "command-r", "cohere2", "internlm2", "minicpm", "deepseek2", "deepseek", "bailingmoe", "arcee",
     "maincoder", "xverse", "baichuan", "deci", "granite_swa", "olmo", "muse-glimmer", "mistral4", "llama-embed",
-    "cohere2moe", "plm", "nanbeige", "neo-bert", "bailingmoe3",
+    "cohere2moe", "plm", "nanbeige", "neo-bert", "bailingmoe3", "deepseek32", "glm-dsa",
 }  # fmt: skip
 """Architectures whose files hold the two elements of a rotary pair side by side; in the others they are apart by half
 of what is rotated."""
@@ -338,7 +338,7 @@ class Reference(ConnectedReference):
         if a.k:
             projected = np.clip(self._product(h, a.k, a.k_bias), -most, most)
             v = np.clip(self._product(h, a.v, a.v_bias), -most, most) if a.v else projected
-            v = self._heads(a, v, None)
+            v = v.reshape(n, a.kv_heads, -1) * np.float32(a.value_factor)
             if a.has_normed_values:
                 v = v / np.sqrt((v * v).mean(-1, keepdims=True) + np.float32(self.spec.eps))
             caches.append((self._turned(a, projected, a.k_norm), v))
@@ -357,7 +357,7 @@ class Reference(ConnectedReference):
             hidden = hidden | self._unchosen(a, a.indexer, h)
         if a.both_ways:
             hidden = np.abs(distance) >= (a.window or n)
-        out = np.empty_like(q)
+        out = np.empty((n, a.heads, a.value_dim), np.float32)
         sinks = self._vector(a.sinks) if a.sinks else np.full(a.heads, -np.inf, np.float32)
         for head in range(a.heads):
             of = head * a.kv_heads // a.heads  # the keys and values that this head shares
@@ -373,7 +373,7 @@ class Reference(ConnectedReference):
         if a.gate:
             gate = self._product(h, a.gate)
             gate = np.logaddexp(0, gate).astype(np.float32) if a.gating == "softplus" else sigmoid(gate)
-            result = result * (np.repeat(gate, a.head_dim, -1) if a.gate.rows == a.heads else gate)
+            result = result * (np.repeat(gate, a.value_dim, -1) if a.gate.rows == a.heads else gate)
         return self._product(self._normed(result, a.result_norm, self.spec.eps), a.o, a.o_bias)
 
     def _attend_latent(self, part: LatentAttention, h: Floats) -> Floats:

@@ -53,6 +53,9 @@ _UNREAD = ".attn_rot_embd.weight", ".input_scale"
 """What nobody reads: frequencies of rotary embeddings in old files of llama, and what files of NVFP4 have for
 activations of such small floats."""
 
+_INDEXER = re.compile(r"blk\.\d+\.indexer\.")
+"""How the names of tensors begin that choose tokens: not read where contexts end before that counts."""
+
 _DRAFT = "mtp."
 """How the names of tensors of a draft layer begin in files of Ollama."""
 
@@ -132,7 +135,8 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
             name=self.file.get("general.name", str, self.file.path.stem),
             dim=self.dim,
             vocab=vocab,
-            trained_context=self.context,
+            trained_context=min(self.context, self.reads_all_to or self.context),
+            reads_all_to=self.reads_all_to,
             embedding=embedding,
             embedding_scale=scale,
             picture_scale=picture_scale,
@@ -203,9 +207,8 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
         """Whether a tensor is of draft layers, which follow the others, of an encoder, or read by nobody."""
         layer = re.match(r"blk\.(\d{1,9})\.", tensor)
         is_draft = layer and self.layers <= int(layer[1]) < self.layers + self.draft_layers
-        return (
-            bool(is_draft) or tensor.startswith((*_ENCODERS, _PROJECTOR, _DRAFT)) or tensor.endswith(_UNREAD)
-        )
+        is_unread = bool(is_draft) or bool(self.reads_all_to and _INDEXER.match(tensor))
+        return is_unread or tensor.startswith((*_ENCODERS, _PROJECTOR, _DRAFT)) or tensor.endswith(_UNREAD)
 
     def layer_embeddings(self, vocab: int) -> LayerEmbeddings:
         size, layers = self.layer_embedding, self.layers

@@ -65,9 +65,11 @@ class AttentionReader(HeadReader):
                 f"{self.name} has keys as values, in an order that orin-chat does not run.",
                 "Choose another model.",
             )
+        if k and not v and heads.values != heads.dim:
+            raise damaged(self.file.path, f"its keys are values, in heads of {heads.values} elements")
         scale = 1.0 if self.family.unscaled_attention else self._default_scale(heads)
         return Attention(
-            q=q, k=k, v=v, o=self.weight(f"{prefix}attn_output", self.dim, tensors.sizes["q"]),
+            q=q, k=k, v=v, o=self.weight(f"{prefix}attn_output", self.dim, heads.count * heads.values),
             q_bias=q_bias, k_bias=k_bias, v_bias=v_bias, o_bias=self.vector(f"{prefix}attn_output.bias", self.dim),
             q_norm=tensors.norm("q"), k_norm=tensors.norm("k") if k else None,
             heads=heads.count, kv_heads=heads.kv, head_dim=heads.dim,
@@ -86,13 +88,21 @@ class AttentionReader(HeadReader):
             limit=self.number("attention.clamp_kqv", 0.0),
             layer_norms=tensors.has_layer_norms,
             result_norm=self.vector(f"{prefix}attn_sub_norm.weight", tensors.sizes["q"]),
+            value_factor=self.number("attention.value_scale", 1.0) or 1.0,
             gating="softplus" if self.family.softplus_gates else "sigmoid",
             indexer=self.indexer(i, prefix, heads),
         )  # fmt: skip
 
+    @property
+    def reads_all_to(self) -> int:
+        """See `ModelSpec`: the tokens that indexers of other kinds than `Indexer` choose."""
+        if not self.family.chooses_tokens:
+            return 0
+        return self.size("attention.indexer.top_k") * self.size("attention.indexer.block_size", 1)
+
     def indexer(self, i: int, prefix: str, attended: AttentionHeads) -> Indexer | None:
         """What chooses the tokens that the attention of layer i reads. Without blocks, it reads all of them."""
-        if not self.has(f"{prefix}indexer.q_proj.weight"):
+        if self.family.chooses_tokens or not self.has(f"{prefix}indexer.q_proj.weight"):
             return None
         count, size = (self.size(f"attention.indexer.{key}") for key in ("head_count", "key_length"))
         order = HeadOrder(size, attended.rotated, interleaved=False)
@@ -208,7 +218,7 @@ class _Tensors:
 
     def __init__(self, reader: AttentionReader, prefix: str, heads: AttentionHeads, is_rotated: bool) -> None:
         self._reader, self._prefix, self._heads = reader, prefix, heads
-        self.sizes = {"q": heads.count * heads.dim, "k": heads.kv * heads.dim, "v": heads.kv * heads.dim}
+        self.sizes = {"q": heads.count * heads.dim, "k": heads.kv * heads.dim, "v": heads.kv * heads.values}
         family, self._is_fused = reader.family, reader.has(f"{prefix}attn_qkv.weight")
         self._is_gated = family.gated_attention
         self._in_file = self.sizes | {"q": 2 * self.sizes["q"]} if self._is_gated else self.sizes

@@ -32,6 +32,7 @@ class Family:
     of keys have attention). `gated_attention`: in each head the rows of the query come before those of a gate of its
     result. `sigmoid_delta`: the gate of a delta net's result is a sigmoid. `unscaled_attention`: scores are multiplied
     by nothing; `scaled_by_size`: they are divided by a head's elements. `normed_values`: values are normed over a head.
+    `chooses_tokens`: in long contexts, attention reads chosen tokens alone (`ModelSpec.reads_all_to`).
     `distance_bias`: scores fall with the distance of tokens (ALiBi), and by so much at most where the files do not say
     it; if `biased_layers`, only in a model of so many, which is not rotated. `chunked`, `weighed_inputs`: see
     `Attention`, `Experts`. `rotates_dense`: the first layers, which have no experts, are rotated. `limits_silu`: the
@@ -92,6 +93,7 @@ class Family:
     unscaled_attention: bool = False
     scaled_by_size: bool = False
     normed_values: bool = False
+    chooses_tokens: bool = False
     distance_bias: float = 0.0
     biased_layers: int = 0
     chunked: bool = False
@@ -299,6 +301,8 @@ ARCHITECTURES: Mapping[str, Family] = {
     "bailingmoe2": Family(renormalised=False, scoring="sigmoid"),
     "deepseek": Family(interleaved=True, renormalised=False),
     "deepseek2-ocr": Family(renormalised=False),
+    "deepseek32": Family(interleaved=True, renormalised=False, biased_scoring="sigmoid", chooses_tokens=True),
+    "glm-dsa": Family(interleaved=True, renormalised=False, scoring="sigmoid", chooses_tokens=True),
     "deepseek2": Family(interleaved=True, renormalised=False, biased_scoring="sigmoid"),
     "dbrx": Family(layer_norms=True),
     "smallthinker": Family(
@@ -331,6 +335,8 @@ ARCHITECTURES: Mapping[str, Family] = {
         full_attention_every=4, unrotated_full=True, window=128, renormalised=False, scoring="sigmoid"
     ),
     "minimax-m2": Family(scoring="sigmoid"),
+    "minimax-m3": Family(activation="swiglu_oai", renormalised=False, scoring="sigmoid", chooses_tokens=True),
+    "mimo2": Family(full_attention_every=_NO_LAYER, plain_windows=True, scoring="sigmoid"),
     "mistral4": Family(interleaved=True, renormalised=False, biased_scoring="sigmoid"),
     "glm4moe": Family(renormalised=False, scoring="sigmoid", grid="blocks"),
     "hy_v3": Family(renormalised=False, scoring="sigmoid"),

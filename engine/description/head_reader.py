@@ -21,13 +21,15 @@ MAX_HEAD = 1 << 13  # elements: published models have at most 576
 @dataclass(frozen=True)
 class AttentionHeads:
     """`count` query heads that share `kv` heads of keys and values, of `dim` elements each, of which the first
-    `rotated` are rotated. `order`: that of a head's rows in the file, None if it is the engine's."""
+    `rotated` are rotated; values have `values`. `order`: that of a head's rows in the file, None if it is the
+    engine's."""
 
     count: int
     kv: int
     dim: int
     rotated: int
     order: HeadOrder | None
+    values: int = 0
 
 
 class HeadReader(CheckedFile):
@@ -54,8 +56,9 @@ class HeadReader(CheckedFile):
         rotated = size("rope.dimension_count", dim)
         if self.family.halves_rotation and not has_window:
             rotated //= 2
+        values = size("attention.value_length", dim)
         if (
-            size("attention.value_length", dim) != dim
+            values > dim
             or dim % 2
             or dim > MAX_HEAD  # before tables of this size are made
             or count % kv
@@ -67,7 +70,7 @@ class HeadReader(CheckedFile):
                 "Choose another model.",
             )
         order = HeadOrder(dim, rotated, interleaved)
-        return AttentionHeads(count, kv, dim, rotated, None if order.is_engines else order)
+        return AttentionHeads(count, kv, dim, rotated, None if order.is_engines else order, values)
 
     # --- rotary embedding ------------------------------------------------------------------------------
 

@@ -232,6 +232,9 @@ class ModelSpec:
     """Whether the head reads what the last sublayer gives, without the `output_norm`."""
     output_norm_bias: Vector | None = None
     head_bias: Vector | None = None
+    reads_all_to: int = 0
+    """In contexts of more tokens its attention would read chosen tokens alone, which is not described:
+    `trained_context` is at most this. 0: there is no such number."""
     draft_layers: int = 0
     """Layers of the file that guess further tokens (multi-token prediction). They are not run without a
     `draft_head`."""

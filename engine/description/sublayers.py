@@ -196,6 +196,7 @@ class Attention(Operator):
     head has weights of its own. `sinks`: for each head a score that joins those of the keys, unscaled, and whose value
     is zero. `gate`: the result is multiplied by sigmoid(gate x) before the output projection, or by softplus(gate x) if
     it is so `gating`; if that has a number for each head, by those. An `indexer` chooses the tokens to attend to.
+    Values are times `value_factor`.
 
     With `sees_pictures`, a picture's tokens attend also to those after them in the same picture. If it goes
     `both_ways`, all tokens attend to those after them, with a window to as many as before them.
@@ -236,11 +237,22 @@ class Attention(Operator):
     result_norm: Vector | None = None
     gating: Literal["sigmoid", "softplus"] = "sigmoid"
     indexer: Indexer | None = None
+    value_factor: float = 1.0
     words = "attention"
 
     @property
     def shape(self) -> tuple[int, int, int]:
         return self.heads, self.kv_heads, self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a head's values, at most `head_dim`, which they have room for in the cache."""
+        return self.o.cols // self.heads
+
+    @property
+    def has_plain_values(self) -> bool:
+        """Whether values are as long as keys, and multiplied by nothing."""
+        return self.value_dim == self.head_dim and self.value_factor == 1
 
     @property
     def query_size(self) -> int:

@@ -92,9 +92,14 @@ def chosen_context(
     if at_most:
         asked = min(asked, spec.trained_context)
     if not 1 < asked <= spec.trained_context:
+        why = "which it was trained for"
+        if spec.reads_all_to == spec.trained_context:
+            why = (
+                "above which it reads chosen tokens alone, which orin-chat does not do for this architecture"
+            )
         raise UsageError(
             f"{spec.name} cannot have a context of {asked:,} tokens.",
-            f"Choose one between 2 and {spec.trained_context:,} tokens, which it was trained for, or max.",
+            f"Choose one between 2 and {spec.trained_context:,} tokens, {why}, or max.",
         )
     return asked
 

@@ -11,9 +11,10 @@ from engine.description.architectures import read_spec
 from engine.description.families import ARCHITECTURES
 from engine.description.spec import ModelSpec
 from engine.description.sublayers import Dense, LatentAttention
-from engine.errors import ModelFileError
+from engine.errors import ModelFileError, UsageError
 from engine.formats.gguf import GGUF
 from engine.formats.rope_order import HeadOrder
+from engine.model.memory_need import chosen_context
 from tests import generated_families, generated_model
 
 LAYERS, DIM, KV_SIZE = 3, 64, 32
@@ -56,6 +57,8 @@ def test_all_that_a_file_holds_is_described_once(path_of, architecture):
     assert spec.architecture in ARCHITECTURES
     with GGUF(path_of(architecture)) as file:
         held = {name: info for name, info in file.tensors.items() if not name.startswith("rope_f")}
+    if spec.reads_all_to:  # what would choose tokens above that is left out
+        held = {name: info for name, info in held.items() if ".indexer." not in name}
     matrices = {
         name
         for name, info in held.items()
@@ -356,6 +359,16 @@ def test_multipliers(path_of):
     assert read(path_of("gemma3")).embedding_scale == DIM**0.5
 
 
+def test_contexts_end_where_tokens_would_be_chosen(path_of):
+    spec = read(path_of("deepseek32"))
+    assert (spec.trained_context, spec.reads_all_to) == (1024, 1024)
+    with pytest.raises(UsageError, match="4,096") as error:
+        chosen_context(spec, 4096, None, "cpu")
+    assert "between 2 and 1,024 tokens, above which it reads chosen tokens alone" in error.value.hint
+    shorter = read(path_of("minimax-m3"), **{"minimax-m3__context_length": 512})
+    assert (shorter.trained_context, shorter.reads_all_to) == (512, 1024)
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
@@ -369,7 +382,7 @@ def test_multipliers(path_of):
         ({"llama__embedding_length": 2 * DIM}, "has token_embd.weight with the shape"),
         ({"llama__feed_forward_length": 97}, "has blk.0.ffn_down.weight with the shape"),
         ({"llama__attention__key_length": 15, "llama__attention__value_length": 15}, "heads of a shape"),
-        ({"llama__attention__value_length": 8}, "heads of a shape"),
+        ({"llama__attention__value_length": 32}, "heads of a shape"),
         ({"llama__attention__head_count_kv": 3}, "heads of a shape"),
         ({"llama__attention__head_count_kv": 4}, "has blk.0.attn_k.weight with the shape"),
         ({"llama__rope__dimension_count": 7}, "heads of a shape"),

@@ -301,9 +301,12 @@ class Transformer(RecurrentLayers, FeedForwardLayers, StreamLayers, ConnectedLay
             v = self._heads(self._cut(a, a.v, x, a.v_bias) if a.v else projected, a.kv_heads, None)
             if a.has_normed_values:
                 v = normed(v, self.spec.eps)
+            if not a.has_plain_values:
+                v = (v * a.value_factor).pad((None, None, (0, a.head_dim - a.value_dim)))
             new = Tensor.stack(k, v)
         unchosen = self._unchosen(a.indexer, x, run, self._context) if a.indexer else None
-        out = self._attended(a, q, new, run, unchosen).transpose(0, 1).reshape(x.shape[0], -1)
+        out = self._attended(a, q, new, run, unchosen)[..., : a.value_dim]
+        out = out.transpose(0, 1).reshape(x.shape[0], -1)
         if a.gate:
             gate = self._product(a.gate, x)
             gate = gate.softplus() if a.gating == "softplus" else gate.sigmoid()

@@ -31,6 +31,8 @@ class AttentionHandler(Handler):
         heads of a multiple of 4 elements, since they rotate half a head at once."""
         if part.head_dim % 4 or part.kv_size % MOST_LANES:
             return f"{part.kv_heads} heads of {part.head_dim} elements for its keys"
+        if type(part) is Attention and not part.has_plain_values:
+            return "values of another size than keys"
         if part.result_norm and part.gate:
             return "norms beside gates"
         return super().lacks(part)

@@ -54,6 +54,8 @@ class AttentionHandler(Handler):
 
     @classmethod
     def lacks(cls, part: Any) -> str:
+        if not part.has_plain_values:
+            return "values of another size than keys"
         if part.limit and part.gate:
             return "limits beside gates"
         if part.result_norm:
