@@ -31,7 +31,6 @@ from engine.targets.cpu.kernels.weight_layout import PAIRS, LaneLayout, as_float
 ROUNDED = ("values", "scales")
 """The buffers of `Activations` that products of rounded weights read."""
 
-_PAIRS_A_STEP = 2  # of columns, in the loop over tiles of tokens
 _MAX_ROUNDED = 4095  # the sum of 32 products with activations of up to 16383 must fit 32 bits
 
 
@@ -269,15 +268,15 @@ def products_of_tiles(
         with k.loop(tiles) as tile_number, k.loop(span) as i:
             unit, of_x = s * span + i, first_tile + tile_number
             sums = [k.zeros(2 * lanes, I32) for _ in range(tile // 2)]  # two tokens side by side
-            with k.loop(PAIRS // _PAIRS_A_STEP) as step:
+            # Each step adds one product to a sum, which is one instruction of x86 with VNNI: of several products,
+            # compilers would add the products first.
+            with k.loop(PAIRS) as pair:
                 values = [k.vector(pair_sums, 0, 2 * lanes) for pair_sums in sums]
-                for p in range(_PAIRS_A_STEP):
-                    pair = step * _PAIRS_A_STEP + p
-                    w = k.vector(weights, (i * PAIRS + pair) * (2 * lanes), 2 * lanes)
-                    for two in range(tile // 2):
-                        xs = (x.pair(k, of_x, unit * PAIRS + pair, 2 * two + t) for t in range(2))
-                        dots = (k.multiply_pairs(w, k.repeat_pair(pair_x)) for pair_x in xs)
-                        values[two] = values[two] + k.concat(*dots)
+                w = k.vector(weights, (i * PAIRS + pair) * (2 * lanes), 2 * lanes)
+                for two in range(tile // 2):
+                    xs = (x.pair(k, of_x, unit * PAIRS + pair, 2 * two + t) for t in range(2))
+                    dots = (k.multiply_pairs(w, k.repeat_pair(pair_x)) for pair_x in xs)
+                    values[two] = values[two] + k.concat(*dots)
                 for pair_sums, value in zip(sums, values, strict=True):
                     k.store(pair_sums, 0, value)
             for t in range(tile):
