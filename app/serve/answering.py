@@ -99,6 +99,8 @@ async def _values(parts: Parts, reply: Reply) -> AsyncGenerator[Json, None]:
                     values = reply.ended(i, part)
             for value in values:
                 yield value
+    if reply.keep:
+        await asyncio.to_thread(reply.keep)
     for value in reply.close():
         yield value
 

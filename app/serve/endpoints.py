@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from app.serve.access import CLIENT
 from app.serve.answering import answer
-from app.serve.bodies import check_copies, is_made, read_body
+from app.serve.bodies import check_copies, is_made, read_body, work_bytes
 from app.serve.errors import ApiError
 from app.serve.http import HOLDS, json_response, while_connected
 from app.serve.limits import Budgets
@@ -84,7 +84,7 @@ class Endpoints:
             data, body = await self._read(request, kind)
             self._models.default.check_open()
             exchange.service = service = await self._models.named(body.model if model is None else model)
-            n_bytes = len(data) + self._earlier_bytes(request, body)
+            n_bytes = work_bytes(data) + self._earlier_bytes(request, body)
             if in_thread or n_bytes > LONG_BODY_BYTES:
                 work = self._long_work.run(exchange.client, n_bytes, asked, body, service)
                 wanted = await while_connected(request.receive, work)
@@ -165,9 +165,8 @@ class Endpoints:
         return endpoint
 
     async def forget_response(self, request: Request) -> Response:
-        id = request.path_params["id"]
-        self._conversations.forget(id, _owner(request))
-        return json_response({"id": id, "object": "response", "deleted": True})
+        await self._forget(request)
+        return json_response({"id": request.path_params["id"], "object": "response", "deleted": True})
 
     async def cancel_response(self, request: Request) -> Response:
         self._conversations.check(request.path_params["id"], _owner(request))
@@ -176,8 +175,16 @@ class Endpoints:
         )
 
     async def forget_interaction(self, request: Request) -> Response:
-        self._conversations.forget(request.path_params["id"], _owner(request))
+        await self._forget(request)
         return json_response({})
+
+    async def _forget(self, request: Request) -> None:
+        """Raises ApiError and ClientGoneError."""
+        id, owner = request.path_params["id"], _owner(request)
+        n_bytes = self._conversations.size_bytes(id, owner)
+        request.scope[HOLDS](n_bytes)
+        work = self._long_work.run(request.scope[CLIENT], n_bytes, self._conversations.forget, id, owner)
+        await while_connected(request.receive, work)
 
     async def count_response(self, request: Request) -> Response:
         owner = _owner(request)

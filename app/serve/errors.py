@@ -69,14 +69,16 @@ _GEMINI_KINDS = {
     401: "UNAUTHENTICATED",
     403: "PERMISSION_DENIED",
     404: "NOT_FOUND",
+    408: "DEADLINE_EXCEEDED",
     429: "RESOURCE_EXHAUSTED",
+    501: "UNIMPLEMENTED",
     503: "UNAVAILABLE",
 }
 
 
 def gemini_form(error: ApiError) -> dict[str, Any]:
     """https://cloud.google.com/apis/design/errors"""
-    kind = _GEMINI_KINDS.get(error.status, "INTERNAL")
+    kind = _GEMINI_KINDS.get(error.status, "INVALID_ARGUMENT" if error.status < 500 else "INTERNAL")
     return {"error": {"code": error.status, "message": said(error), "status": kind}}
 
 

@@ -4,32 +4,77 @@ The schemas of bodies are those of the types in `app/serve/protocols`.
 """
 
 import functools
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from app.serve.protocols import embeddings, gemini, kobold, ollama, tgi
 from app.serve.protocols.anthropic import CountBody, MessagesBody
 from app.serve.protocols.chat import ChatBody
 from app.serve.protocols.completions import TextBody
-from app.serve.protocols.embeddings import EmbeddingsBody, RerankBody
+from app.serve.protocols.interactions import InteractionBody
 from app.serve.protocols.llama import CompletionBody, InfillBody
+from app.serve.protocols.lm_studio_chat import LmChatBody
+from app.serve.protocols.mistral import FimBody
 from app.serve.protocols.response_body import ResponsesBody
 from app.serve.protocols.tokens import DetokenizeBody, TokenizeBody
 
-BODIES = {
+_WITH_V1: dict[str, type[Any]] = {
     "/chat/completions": ChatBody,
+    "/chat/completions/input_tokens": ChatBody,
     "/completions": TextBody,
+    "/fim/completions": FimBody,
     "/messages": MessagesBody,
     "/messages/count_tokens": CountBody,
     "/responses": ResponsesBody,
-    "/embeddings": EmbeddingsBody,
-    "/rerank": RerankBody,
+    "/responses/input_tokens": ResponsesBody,
+    "/embeddings": embeddings.EmbeddingsBody,
+    "/rerank": embeddings.RerankBody,
+    "/score": embeddings.ScoreBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/apply-template": ChatBody,
     "/completion": CompletionBody,
     "/infill": InfillBody,
+    "/generate": tgi.TgiBody,
+    "/embed": tgi.EmbedBody,
 }
+_OF_GEMINI: dict[str, type[Any]] = {
+    method: gemini.EmbedBody if method in gemini.EMBEDS else gemini.GeminiBody for method in gemini.METHODS
+}
+BODIES: dict[str, type[Any]] = {
+    **{f"/v1{path}": body for path, body in _WITH_V1.items()},
+    "/api/chat": ollama.OllamaChatBody,
+    "/api/generate": ollama.OllamaGenerateBody,
+    "/api/show": ollama.ShowBody,
+    "/api/pull": ollama.PullBody,
+    "/api/embed": embeddings.EmbedBody,
+    "/api/embeddings": embeddings.OldEmbedBody,
+    **{f"/v1beta/models/{{model}}:{method}": body for method, body in _OF_GEMINI.items()},
+    "/v1beta/interactions": InteractionBody,
+    "/api/v1/chat": LmChatBody,
+    "/api/v1/generate": kobold.KoboldBody,
+    "/api/extra/generate/stream": kobold.KoboldBody,
+}
+"""What is posted, by path."""
+_READ = {
+    "/v1/models": ("get",),
+    "/v1/models/{model}": ("get",),
+    "/v1/responses/{id}": ("get", "delete"),
+    "/v1/responses/{id}/input_items": ("get",),
+    "/v1beta/models": ("get",),
+    "/v1beta/models/{model}": ("get",),
+    "/v1beta/interactions/{id}": ("get", "delete"),
+    "/api/tags": ("get",),
+    "/api/ps": ("get",),
+    "/api/version": ("get",),
+    "/health": ("get",),
+    "/props": ("get",),
+    "/slots": ("get",),
+}
+"""Methods that have no body, by path."""
 _ERROR = {
     "type": "object",
     "properties": {
@@ -56,21 +101,20 @@ def description_json() -> bytes:
 
 def description() -> dict[str, Any]:
     """As JSON values."""
-    _, schemas = msgspec.json.schema_components(BODIES.values(), ref_template="#/components/schemas/{name}")
-    paths: dict[str, Any] = {
-        path: {
-            "post": {
-                "requestBody": _json({"$ref": f"#/components/schemas/{body.__name__}"}) | {"required": True},
-                "responses": _responses({"type": "object"}, stream="stream" in body.__struct_fields__),
-            }
-        }
-        for path, body in BODIES.items()
+    refs, schemas = msgspec.json.schema_components(
+        BODIES.values(), ref_template="#/components/schemas/{name}"
+    )
+    paths = {
+        path: {"post": _posted(body, ref), **_parameters(path)}
+        for (path, body), ref in zip(BODIES.items(), refs, strict=True)
     }
-    paths["/models"] = {"get": {"responses": _responses({"type": "object"})}}
+    for path, methods in _READ.items():
+        answered = {"responses": _responses({"type": "object"})}
+        paths[path] = dict.fromkeys(methods, answered) | _parameters(path)
     return {
         "openapi": "3.1.0",
         "info": {"title": "orin-chat", "version": "1"},
-        "servers": [{"url": "/v1"}],
+        "servers": [{"url": "/"}],
         "paths": paths,
         "components": {
             "schemas": schemas | {"Error": _ERROR},
@@ -78,6 +122,20 @@ def description() -> dict[str, Any]:
         },
         "security": [{}, {"key": []}],
     }
+
+
+def _posted(body: type[Any], ref: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "requestBody": _json(dict(ref)) | {"required": True},
+        "responses": _responses({"type": "object"}, stream="stream" in body.__struct_fields__),
+    }
+
+
+def _parameters(path: str) -> dict[str, Any]:
+    """Those of an address."""
+    names = re.findall(r"\{(\w+)\}", path)
+    text = {"in": "path", "required": True, "schema": {"type": "string"}}
+    return {"parameters": [{"name": name, **text} for name in names]} if names else {}
 
 
 def _responses(schema: dict[str, Any], *, stream: bool = False) -> dict[str, Any]:

@@ -25,8 +25,6 @@ def _now() -> str:
 
 @dataclass
 class InteractionReply(Reply):
-    """`keep` remembers the conversation once the answer has ended."""
-
     model: str
     shows_thoughts: bool = False
     previous_id: str | None = None
@@ -54,8 +52,8 @@ class InteractionReply(Reply):
     def ended(self, i: int, end: AnswerEnd) -> Iterable[Json]:
         yield from self._written(self._blocks.close())
         self._end = end
-        if self.keep:
-            self.keep()
+
+    def close(self) -> Iterable[Json]:
         yield self._event("interaction.completed", interaction=self._head() | self._usage())
 
     def failed(self, error: ApiError) -> Json:
@@ -116,7 +114,9 @@ class InteractionReply(Reply):
                     yield self._delta(block, _grown(block, change.text))
             elif isinstance(change, Closed):
                 if block.kind == "thinking":
-                    yield self._delta(block, {"type": "thought_signature", "signature": _signature(block)})
+                    yield self._delta(
+                        block, {"type": "thought_signature", "signature": signature(block.text)}
+                    )
                 yield self._event("step.stop", index=block.index)
 
     def _delta(self, block: Block, delta: Json) -> Json:
@@ -126,32 +126,32 @@ class InteractionReply(Reply):
         """A step that is not done has no content yet."""
         match block.kind:
             case "text":
-                return {"type": "model_output", "content": [_text(block.text)] if is_done else []}
+                return {"type": "model_output", "content": [text_content(block.text)] if is_done else []}
             case "call":
                 arguments = _arguments(block.text) if is_done else {}
                 return {"type": "function_call", "id": block.id, "name": block.name, "arguments": arguments}
         if not is_done:
             return {"type": "thought"}
-        summary = {"summary": [_text(block.text)]} if self.shows_thoughts else {}
-        return {"type": "thought", "signature": _signature(block)} | summary
+        summary = {"summary": [text_content(block.text)]} if self.shows_thoughts else {}
+        return {"type": "thought", "signature": signature(block.text)} | summary
 
 
 def _grown(block: Block, text: str) -> Json:
     match block.kind:
         case "text":
-            return _text(text)
+            return text_content(text)
         case "call":
             return {"type": "arguments_delta", "arguments": text}
-    return {"type": "thought_summary", "content": _text(text)}
+    return {"type": "thought_summary", "content": text_content(text)}
 
 
-def _text(text: str) -> Json:
+def text_content(text: str) -> Json:
     return {"type": "text", "text": text}
 
 
-def _signature(block: Block) -> str:
+def signature(text: str) -> str:
     """All that the model thought: clients that keep conversations themselves send it back."""
-    return base64.b64encode(block.text.encode()).decode()
+    return base64.b64encode(text.encode()).decode()
 
 
 def _arguments(text: str) -> Any:

@@ -17,12 +17,14 @@ from app.serve.protocols import chat
 from app.serve.protocols.common.remembered import Conversations, Remembered
 from app.serve.protocols.common.reply import Asked, Json
 from app.serve.protocols.common.thinking import Reasoning
-from app.serve.protocols.interaction_reply import InteractionReply
+from app.serve.protocols.interaction_reply import InteractionReply, signature, text_content
 from app.serve.protocols.response_body import ResponsesBody, ResponseToolChoice, TextConfig, TextFormat
 from app.serve.protocols.responses import as_chat
 from app.serve.service import Service
 
 _CONTENTS = ("text", "image", "document", "audio", "video")
+_NEW = "n_new_items"
+"""A name beside those of a remembered interaction: how many of the items before its answer came with it."""
 Level = Literal["minimal", "low", "medium", "high", "xhigh"]
 _CHOICES: dict[Any, Literal["auto", "required", "none"]] = {"any": "required", "none": "none"}
 
@@ -98,7 +100,7 @@ def asked(body: InteractionBody, service: Service, kept: Conversations, owner: s
 
         def keep() -> None:
             output = [item for step in reply.steps for item in _items([step])]
-            known = {"input": body.input} | reply.whole()
+            known = reply.whole() | {_NEW: len(response.input or ())}
             kept.keep(reply.id, Remembered(owner, [*items, *output], len(items), known))
 
         reply.keep = keep
@@ -109,8 +111,10 @@ def remembered(known: Remembered, request: Request) -> Json:
     """An interaction as its client had it, and what it asked if that is wanted. Raises ApiError."""
     if request.query_params.get("stream") == "true":
         raise ApiError(400, "Only interactions in the background can be streamed later.")
-    with_input = request.query_params.get("include_input") == "true"
-    return {name: value for name, value in known.response.items() if with_input or name != "input"}
+    interaction = {name: value for name, value in known.response.items() if name != _NEW}
+    if request.query_params.get("include_input") == "true":
+        interaction["input"] = _input(known.items[known.given - known.response[_NEW] : known.given])
+    return interaction
 
 
 def _items(given: str | dict[str, Any] | list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -165,12 +169,49 @@ def _part(content: Any) -> dict[str, Any]:
         case str(text) | {"type": "text", "text": str(text)}:
             return {"type": "input_text", "text": text}
         case {"type": "image"}:
-            return {"type": "input_image", "image_url": content.get("data") or content.get("uri")}
+            url = content.get("data") or content.get("uri")
+            return {"type": "input_image", "image_url": url, "mime_type": content.get("mime_type")}
         case {"type": "document", "data": data}:
-            return {"type": "input_file", "file_data": data}
+            return {"type": "input_file", "file_data": data, "mime_type": content.get("mime_type")}
     raise wrong(
         "This server reads text, pictures and documents of text, whose data come with the request.", "input"
     )
+
+
+def _input(items: list[dict[str, Any]]) -> str | list[Json]:
+    """What was asked with items that `_items` made: a text alone as such, else steps."""
+    match items:
+        case [{"role": "user", "content": str(text)}]:
+            return text
+    return [*map(_step, items)]
+
+
+def _step(item: dict[str, Any]) -> Json:
+    match item:
+        case {"type": "message", "role": role, "content": content}:
+            parts = [text_content(content)] if isinstance(content, str) else [*map(_content, content)]
+            return {"type": "model_output" if role == "assistant" else "user_input", "content": parts}
+        case {"type": "function_call"}:
+            return {
+                "type": "function_call",
+                "id": item["call_id"],
+                "name": item["name"],
+                "arguments": json.loads(item["arguments"]),
+            }
+        case {"type": "function_call_output", "output": output}:
+            result = output if isinstance(output, str) else [*map(_content, output)]
+            return {"type": "function_result", "call_id": item["call_id"], "result": result}
+    return {"type": "thought", "signature": signature(item["content"][0]["text"])}
+
+
+def _content(part: dict[str, Any]) -> Json:
+    """A part of a message as it came."""
+    match part:
+        case {"type": "input_text", "text": text}:
+            return text_content(text)
+        case {"type": "input_image"}:
+            return {"type": "image", "data": part["image_url"], "mime_type": part["mime_type"]}
+    return {"type": "document", "data": part["file_data"], "mime_type": part["mime_type"]}
 
 
 def _result(result: Any) -> str | list[dict[str, Any]]:

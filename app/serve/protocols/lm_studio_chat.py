@@ -76,8 +76,8 @@ def asked(body: LmChatBody, service: Service, kept: Conversations, owner: str) -
     reply = LmChatReply(service.model)
     if body.store is not False:
         reply.id = new_id()
-        reply.keep = lambda output: kept.keep(
-            reply.id, Remembered(owner, [*items, *output], len(items), reply.whole())
+        reply.keep = lambda: kept.keep(
+            reply.id, Remembered(owner, [*items, *reply.output], len(items), reply.whole())
         )
     return Asked([request], reply, bool(body.stream))
 
@@ -97,11 +97,9 @@ def _parts(items: list[_Item]) -> list[Json]:
 
 @dataclass
 class LmChatReply(Reply):
-    """`keep` remembers the conversation with what the model said, as items of a response."""
-
     model: str
     id: str = ""
-    keep: Callable[[list[Json]], None] | None = None
+    keep: Callable[[], None] | None = None
     framing: Framing = NAMED_DATA
     _blocks: Blocks = field(default_factory=Blocks)
     _end: AnswerEnd | None = None
@@ -127,12 +125,17 @@ class LmChatReply(Reply):
         yield from self._read()
         yield from self._written(self._blocks.close())
         self._end = end
-        if self.keep:
-            self.keep([_remembered(block) for block in self._blocks.all])
+
+    def close(self) -> Iterable[Json]:
         yield {"type": "chat.end", "result": self.whole()}
 
     def failed(self, error: ApiError) -> Json:
         return {"type": "error"} | openai_form(error)
+
+    @property
+    def output(self) -> list[Json]:
+        """What the model said, as items of a response."""
+        return [_remembered(block) for block in self._blocks.all]
 
     def whole(self) -> Json:
         output = [{"type": _NAMES[block.kind], "content": block.text} for block in self._blocks.all]

@@ -3,7 +3,7 @@
 import base64
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,8 +35,7 @@ class ResponseReply(Reply):
     tokenizer: Tokenizer
     tools: Tools
     spaces: Spaces = field(default_factory=dict)
-    keep: Any = None
-    """Remembers the response, if that is asked for."""
+    keep: Callable[[], None] | None = None
     id: str = field(default_factory=new_id)
     created: int = field(default_factory=lambda: int(time.time()))
     framing: Framing = NAMED_DATA
@@ -61,8 +60,8 @@ class ResponseReply(Reply):
     def ended(self, i: int, end: AnswerEnd) -> Iterable[Json]:
         yield from self._written(self._blocks.close())
         self._end = end
-        if self.keep:
-            self.keep()
+
+    def close(self) -> Iterable[Json]:
         response = self.whole()
         yield self._event(f"response.{response['status']}", response=response)
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from app.serve.errors import anthropic_form, form_of, gemini_form, openai_form
+from app.serve.errors import ApiError, anthropic_form, form_of, gemini_form, openai_form
 from app.serve.protocols.anthropic import CountBody, chat_body
 from engine.protocol.events import Failed
 from tests.app.fake_engine import TOO_LONG, FakeEngine, reply
@@ -194,6 +194,11 @@ def test_blanks_and_paths_of_any_length_are_read_at_once():
     assert form_of("/models/:a" * 100_000) is openai_form
     assert form_of("/v1/models/a/b:c:countTokens") is gemini_form
     assert form_of("/v1/messages/:countTokens") is anthropic_form
+
+
+def test_googles_kinds_of_errors_say_whose_fault_it_is():
+    kinds = [gemini_form(ApiError(status, ""))["error"]["status"] for status in (413, 415, 408, 500)]
+    assert kinds == ["INVALID_ARGUMENT", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "INTERNAL"]
 
 
 async def test_a_user_of_many_brackets(served):

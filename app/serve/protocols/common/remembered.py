@@ -1,9 +1,9 @@
 """Responses that the server remembers, so that the next request may go on with one."""
 
+import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,26 +99,27 @@ _NOTHING = b"", "", 0
 
 class _Recent:
     """The last entries by id, up to `max_bytes` of them (compressed) and `max_entries`. Each is for those who have the
-    key of its owner."""
+    key of its owner. Any thread may call: long ones are read and written in threads."""
 
     def __init__(self, max_bytes: int, max_entries: int) -> None:
         self._max_bytes, self._max_entries, self._bytes = max_bytes, max_entries, 0
         self._kept: OrderedDict[str, tuple[bytes, str, int]] = OrderedDict()
+        self._lock = threading.RLock()
 
     def keep(self, id: str, data: bytes, owner: str) -> None:
         size_bytes, data = len(data), _compressed(data)
-        self.forget(id)
-        self._kept[id] = data, owner, size_bytes
-        self._bytes += len(data) + ENTRY_BYTES
-        while self._kept and (self._bytes > self._max_bytes or len(self._kept) > self._max_entries):
-            _, (oldest, _, _) = self._kept.popitem(last=False)
-            self._bytes -= len(oldest) + ENTRY_BYTES
+        with self._lock:
+            self.forget(id)
+            self._kept[id] = data, owner, size_bytes
+            self._bytes += len(data) + ENTRY_BYTES
+            while self._kept and (self._bytes > self._max_bytes or len(self._kept) > self._max_entries):
+                self.forget(next(iter(self._kept)))
 
     def get(self, id: str, owner: str) -> bytes | None:
-        data, its_owner, _ = self._kept.get(id, _NOTHING)
-        if not data or its_owner != owner:
-            return None
-        with suppress(KeyError):  # long requests are read in a thread: it may be gone meanwhile
+        with self._lock:
+            data, its_owner, _ = self._kept.get(id, _NOTHING)
+            if not data or its_owner != owner:
+                return None
             self._kept.move_to_end(id)
         return zlib.decompress(data)
 
@@ -128,8 +129,9 @@ class _Recent:
         return size_bytes if its_owner == owner else 0
 
     def forget(self, id: str) -> None:
-        data, _, _ = self._kept.pop(id, _NOTHING)
-        self._bytes -= len(data) + ENTRY_BYTES if data else 0
+        with self._lock:
+            data, _, _ = self._kept.pop(id, _NOTHING)
+            self._bytes -= len(data) + ENTRY_BYTES if data else 0
 
 
 def _compressed(data: bytes) -> bytes:

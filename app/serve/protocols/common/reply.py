@@ -20,6 +20,8 @@ class Reply:
     framing: Framing = DATA
     takes_pieces: bool = True
     """Whether the protocol has a place for pieces of a call's arguments."""
+    keep: Callable[[], None] | None = None
+    """Remembers the answers, once all have ended. It is called in a thread, since it takes as long as the text is."""
 
     def begin(self) -> Iterable[Json]:
         """Before all else, once the first answer has begun."""
@@ -42,7 +44,7 @@ class Reply:
         raise NotImplementedError
 
     def close(self) -> Iterable[Json]:
-        """After all answers."""
+        """After all answers, which are remembered then."""
         return ()
 
     def whole(self) -> Json | list[Json]:
