@@ -20,6 +20,7 @@ from tests.formats.vocabularies import (
     UNKNOWN,
     USER_DEFINED,
     decode,
+    names,
     of_shape,
     sentencepiece,
     write,
@@ -118,10 +119,6 @@ def test_prompts_of_the_oracles_have_the_ids_of_llama_cpp(family, name):
     for i in range(2):
         ids = oracle[f"tokens{i}"].tolist()  # those that a prompt begins with
         assert t.encode(str(oracle[f"text{i}"]), add_special=True)[: len(ids)] == ids
-
-
-def names(t: Tokenizer, text: str, **options) -> list[str]:
-    return [t.text(id) for id in t.encode(text, **options)]
 
 
 def test_gemma_and_its_html(tmp_path):

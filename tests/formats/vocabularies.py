@@ -106,6 +106,10 @@ def decode(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
     return "".join([stream.feed(id) for id in ids]) + stream.flush()
 
 
+def names(t: Tokenizer, text: str, **options) -> list[str]:
+    return [t.text(id) for id in t.encode(text, **options)]
+
+
 def spelled_out(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
     """The text of tokens with the names of all special tokens."""
     text = b"".join(map(tokenizer.piece, ids)).decode("utf-8", "replace")

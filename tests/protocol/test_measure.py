@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from engine.protocol.events import Failed, Finished, Generate, KernelProfile, Measured, RawText, Token, Tuned
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 
@@ -90,7 +90,7 @@ async def test_a_search_while_idle_ends_at_a_key_and_for_a_prompt(engines):
     searching = asyncio.create_task(engine.tune(60.0))
     await asyncio.sleep(0.1)
     engine.stop_tuning()
-    stopped = await asyncio.wait_for(searching, 20)
+    stopped = await asyncio.wait_for(searching, LIMIT_S)
     assert stopped == Tuned(request_id=0, before_us=1000.0, after_us=900.0, left=3)
     searching = asyncio.create_task(engine.tune(60.0))
     await asyncio.sleep(0.1)
@@ -104,6 +104,6 @@ async def test_a_search_that_waits_for_what_is_prepared_ends_at_a_key(engines):
     searching = asyncio.create_task(engine.tune(60.0))
     await asyncio.sleep(0.1)
     engine.stop_tuning()
-    stopped = await asyncio.wait_for(searching, 20)
+    stopped = await asyncio.wait_for(searching, LIMIT_S)
     assert stopped == Tuned(request_id=0, before_us=0.0, after_us=0.0, left=1)
     assert (await asyncio.wait_for(collect(engine.generate(ask())), 60))[-1].reason == "stop"

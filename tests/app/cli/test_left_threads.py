@@ -19,5 +19,5 @@ left_threads.end_without_left_threads(3)
 
 
 def test_a_thread_that_waits_does_not_keep_the_program():
-    run = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, timeout=20)
+    run = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, timeout=60)
     assert (run.returncode, run.stdout) == (3, b"done\n"), run.stderr

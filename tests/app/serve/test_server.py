@@ -253,7 +253,7 @@ async def test_a_client_that_hangs_up(model_file, monkeypatch, stream):
             assert (
                 await anext(response.aiter_lines() if stream else response.aiter_text()) and service.open == 1
             )
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             while service.open:
                 await asyncio.sleep(0.005)
 
@@ -265,7 +265,7 @@ async def test_a_connection_on_which_no_request_comes_is_closed(model_file, monk
         reader, writer = await asyncio.open_connection("127.0.0.1", int(address.split(":")[-1]))
         writer.write(begun)
         with contextlib.suppress(ConnectionError):
-            assert await asyncio.wait_for(reader.read(), 10) == b""
+            assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
         writer.close()
         async with httpx.AsyncClient() as client:  # one that asks in time stays, for longer than that
             for _ in range(2):
@@ -275,7 +275,7 @@ async def test_a_connection_on_which_no_request_comes_is_closed(model_file, monk
 
 async def test_a_connection_whose_body_outlasts_the_answer_is_closed(model_file, monkeypatch):
     monkeypatch.setattr(connection_module, "HEAD_S", 0.05)
-    async with running(FakeEngine(), model_file) as (address, _, _, _), asyncio.timeout(10):
+    async with running(FakeEngine(), model_file) as (address, _, _, _), asyncio.timeout(LIMIT_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(address.split(":")[-1]))
         writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n")
         assert b" 200 " in await reader.readline()
@@ -360,7 +360,7 @@ async def test_a_client_that_does_not_read_loses_its_place(model_file, monkeypat
             body = json.dumps({**HELLO, "stream": True}).encode()
             head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
             sock.sendall(head.encode() + body)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(LIMIT_S):
                 while not service.open:
                     await asyncio.sleep(0.01)
                 while service.open:
