@@ -33,7 +33,7 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
     EMPTY: ClassVar[str]
     NOTHING_FOUND: ClassVar[str]
     DEFAULT_CSS = """
-    ListPage .line { height: auto; max-height: 3; display: none; padding: 0 1; }
+    ListPage .line { height: auto; max-height: 40%; display: none; padding: 0 1; }
     ListPage .line.-shown { display: block; }
     ListPage Input.-editing, ListPage Input.-editing:focus { background: $warning 15%; }
     ListPage #question { color: $text-warning; }

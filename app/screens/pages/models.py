@@ -218,6 +218,7 @@ class ModelsScreen(ListPage[Entry, Entry | None]):
         elif self.download is not None and not self.download.is_over:
             self.say(f"One at a time: Delete at {self.download.name} stops that download")
         elif not isinstance(model.source, Path):
+            self.say("")  # of the one before
             self.download = Download(model.name, model.source)
             self._use_when_downloaded = True
             self._watch_download()

@@ -163,6 +163,7 @@ async def test_a_download_can_be_stopped_and_goes_on(hub):
         hub.pause_s = 0
         hub.requests.clear()
         await user.press("enter")
+        assert "Stopped" not in user.text()
         await user.until(lambda: user.results)
         assert any("Range" in headers for *_, headers in hub.requests)
 
