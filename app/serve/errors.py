@@ -61,7 +61,8 @@ def ollama_form(error: ApiError) -> dict[str, Any]:
 
 # LM Studio's, OpenRouter's
 _LIKE_OPENAI = ("/api/v0/", "/api/v1/chat", "/api/v1/models", "/api/v1/completions")
-_PATHS_OF_GEMINI = ("/v1beta/", "/v1alpha/", "/v1/interactions")
+_PATHS_OF_GEMINI = ("/v1beta/", "/v1alpha/")
+_OF_INTERACTIONS = re.compile(r"/(v1|v1beta|v1alpha)/interactions(/|$)")
 _OF_GEMINI = re.compile(r"\w+(Content|Contents|Tokens)")
 """The end of a path of a model, after the last colon."""
 _GEMINI_KINDS = {
@@ -82,6 +83,12 @@ def gemini_form(error: ApiError) -> dict[str, Any]:
     return {"error": {"code": error.status, "message": said(error), "status": kind}}
 
 
+def interactions_form(error: ApiError) -> dict[str, Any]:
+    """Their code is a text: https://ai.google.dev/gemini-api/docs/interactions. Google's library reads no other."""
+    error_fields = gemini_form(error)["error"]
+    return {"error": error_fields | {"code": error_fields["status"].lower()}}
+
+
 def said(error: ApiError) -> str:
     """The message. That of a full context begins with OpenAI's words, by which many agents know it."""
     if error.code != CONTEXT:
@@ -94,6 +101,8 @@ def form_of(path: str) -> Form:
     """The form of errors of the protocol that a path belongs to."""
     if path.startswith("/api/") and not path.startswith(_LIKE_OPENAI):
         return ollama_form
+    if _OF_INTERACTIONS.match(path):
+        return interactions_form
     model, _, method = path.rpartition(":")
     if path.startswith(_PATHS_OF_GEMINI) or ("/models/" in model and _OF_GEMINI.fullmatch(method)):
         return gemini_form

@@ -40,7 +40,9 @@ def reply_grammar(
 
 
 def schema_grammar(schema: dict[str, Any]) -> Grammar:
-    return Grammar(kind="json_schema", source=json.dumps(with_strict_formats(schema)))
+    """As short as it can be: the length of a source has a limit."""
+    source = json.dumps(with_strict_formats(schema), separators=(",", ":"))
+    return Grammar(kind="json_schema", source=source)
 
 
 def choice_grammar(texts: Iterable[str]) -> Grammar:

@@ -176,4 +176,7 @@ async def test_what_is_refused(served, fields):
     client, _ = served()
     refused = await client.post(PATH, json={"model": "tiny", "input": "Hi"} | fields)
     assert refused.status_code in (400, 404)
-    assert refused.json()["error"]["status"] in ("INVALID_ARGUMENT", "NOT_FOUND")
+    failed = refused.json()["error"]
+    assert (
+        failed["status"] in ("INVALID_ARGUMENT", "NOT_FOUND") and failed["code"] == failed["status"].lower()
+    )

@@ -246,7 +246,7 @@ async def test_grammars(served):
     await client.post(CHAT, json={**HELLO, "tools": [WEATHER], "tool_choice": named})
     grammars = [request.grammar for request in engine.requests]
     assert grammars[0] is None and json.loads(grammars[1].source) == {"type": "object"}
-    assert grammars[2].source == json.dumps(schema)
+    assert grammars[2].source == json.dumps(schema, separators=(",", ":"))
     assert grammars[3].kind == "lark" and grammars[3] == grammars[4] and "get_weather" in grammars[3].source
 
 
