@@ -93,7 +93,7 @@ class _Encoder:
 
     def tensor(self, name: str, *shape: int, mean: float = 0.0, std: float = 0.1) -> None:
         data = (mean + std * self.rng.standard_normal(shape)).astype(np.float32)
-        is_matrix = len(shape) > 1 and "position" not in name
+        is_matrix = len(shape) > 1 and "position" not in name and name.endswith(".weight")
         self.writer.add_tensor(name, data.astype(np.float16) if self.half and is_matrix else data)
 
     def matrix(self, name: str, *shape: int) -> None:
@@ -133,7 +133,7 @@ class _Encoder:
             "attention.head_count": self.heads,
         }  # fmt: skip
         if kind == "gemma3nv":  # its files say so, though it has no patches
-            sizes["patch_size"] = self.side // 256
+            sizes["patch_size"] = max(1, self.side // 256)
         for key, value in sizes.items():
             writer.add_uint32(f"clip.vision.{key}", value)
         if self.is_qwen or kind in ("pixtral", "glm4v", "hunyuanvl", "muse-glimmer"):

@@ -266,7 +266,7 @@ class Reference(ConnectedReference):
         assert of
         shape = len(x), of.layers, of.size
         projected = self._product(x, of.projection).reshape(shape) / np.float32(self.spec.dim**0.5)
-        table = self._matrix(of.table)[list(tokens)].reshape(shape) * np.float32(of.size**0.5)
+        table = self._matrix(of.table)[np.maximum(tokens, 0)].reshape(shape) * np.float32(of.size**0.5)
         return (self._normed(projected, of.norm, self.spec.eps) + table) / np.float32(2**0.5)
 
     def _beside(self, part: SideBySide, x: Floats) -> Floats:

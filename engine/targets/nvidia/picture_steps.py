@@ -168,7 +168,9 @@ class PictureSteps:
     def _embed(self) -> None:
         spec, size = self._spec, self._size
         x = self._fragments("x", 3 * spec.patch**2)
-        kernel = patch_input(size, spec.patch, spec.merge, spec.mean, spec.std, spec.summary_rows)
+        kernel = patch_input(
+            size, spec.patch, spec.merge, spec.mean, spec.std, spec.summary_rows, spec.colours_last
+        )
         self._add(kernel, out=x, pixels=self._pixels, count=self._count)
         sums = [self._product(m, x, f"patches{i}") for i, m in enumerate(self._encoder.kernels)]
         is_later = spec.positions is not None and spec.positions.after_norm

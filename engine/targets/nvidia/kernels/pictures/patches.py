@@ -88,11 +88,11 @@ def clamped(value: UOp, limits: UOp | None, first: int | UOp = 0) -> UOp:
 @functools.cache
 def patch_input(
     size: int, patch: int, merge: int, mean: tuple[float, float, float], std: tuple[float, float, float],
-    summarized: int = 0,
+    summarized: int = 0, colours_last: bool = False,
 ) -> Kernel:  # fmt: skip
-    """A picture as the first product reads it. Buffers: out, float16 fragments (size, 3 patch²); pixels, uint8 (height,
-    width, 3); count, int32: patches, and at index 1 the columns of tokens. The last rows, as many as `summarized`, are
-    of no patch: zeros."""
+    """A picture as the first product reads it, colour by colour, or pixel by pixel if they are `colours_last`. Buffers:
+    out, float16 fragments (size, 3 patch²); pixels, uint8 (height, width, 3); count, int32: patches, and at index 1 the
+    columns of tokens. The last rows, as many as `summarized`, are of no patch: zeros."""
     area, cols = patch * patch, 3 * patch * patch
 
     def kernel(out: UOp, pixels: UOp, count: UOp) -> UOp:
@@ -100,9 +100,10 @@ def patch_input(
         row = UOp.special(size, "gidx1")
         across = load(count, 1).maximum(1).cast(row.dtype)
         ok = (row < used_rows(count, size)) & (column < cols)
-        token, own, channel = row // merge**2, row % merge**2, column // area
-        y = (token // across * merge + own // merge) * patch + column % area // patch
-        x = (token % across * merge + own % merge) * patch + column % patch
+        token, own = row // merge**2, row % merge**2
+        channel, pixel = (column % 3, column // 3) if colours_last else (column // area, column % area)
+        y = (token // across * merge + own // merge) * patch + pixel // patch
+        x = (token % across * merge + own % merge) * patch + pixel % patch
         value = load(pixels, (y * (across * merge * patch) + x) * 3 + channel, ok).cast(F32)
         factors, offsets = zip(
             *((1 / (255 * s), -m / s) for m, s in zip(mean, std, strict=True)), strict=True
@@ -113,7 +114,8 @@ def patch_input(
         place, colour = fragment_index(row, column, cols), value * factor + offset
         if summarized:
             colour = (row + summarized < used_rows(count, size)).where(colour, f32(0))
-        return finish(f"patch_input_{size}_{patch}", [store(out, place, as_half(colour), ok)])
+        name = f"patch_input_{size}_{patch}" + "_pixels" * colours_last
+        return finish(name, [store(out, place, as_half(colour), ok)])
 
     return Kernel(kernel, ("out",), ("pixels", "count"))
 
