@@ -124,7 +124,7 @@ class AttentionReader(HeadReader):
             q_norm=norm("q"), k_norm=norm("k"), heads=count, size=size,
             rope=self.rope(heads, True, False, self.family.grid), top=top, block=block,
         )  # fmt: skip
-        if block and top % block:
+        if block < 0 or (block and top % block):
             raise ModelFileError(
                 f"{self.name} chooses {top} tokens in blocks of {block}, which orin-chat does not run.",
                 "Choose another model.",

@@ -140,14 +140,17 @@ def read_hashed_rows(file: CheckedFile, dim: int) -> HashedRows | None:
     ):
         raise damaged(file.file.path, f"its hashes do not fit a table of {rows} rows of {size} elements")
     end = file.file.get(file.key("ple.eos_token_id"), int)
+    picture = file.file.get(file.key("ple.image_token_id"), int, 0) or end
+    if not all(0 <= token < 1 << 31 for token in (end, picture)):
+        raise damaged(file.file.path, f"its hashes have the tokens {end} and {picture}")
     return HashedRows(
         table=file.weight("per_layer_token_embd", rows, size),
-        multipliers=numbers("ple.layer_multipliers", tokens),
+        multipliers=tuple(n % (1 << 64) for n in numbers("ple.layer_multipliers", tokens)),
         offsets=offsets,
         sizes=sizes,
         each=each,
         end=end,
-        picture=file.file.get(file.key("ple.image_token_id"), int, 0) or end,
+        picture=picture,
     )
 
 
