@@ -10,6 +10,7 @@ from tests.paths import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#]*)(?:#(?P<anchor>[^)]+))?\)")
+DEFINED = re.compile(r"`(?P<name>\w+)`\s(?:in|of)\s+\[[^\]]*\]\((?P<path>[^)#:]+\.py)\)")
 NAME = re.compile(r"`([A-Za-z_][\w.]*)[`(]")
 PATH = re.compile(rf"`((?:{'|'.join((*TOP, 'tests', 'docs'))})(?:/[\w.-]+)+)/?`")
 
@@ -40,6 +41,13 @@ def test_paths_in_the_text_exist(page):
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_before_a_link_to_a_module_are_defined_there(page):
+    for link in DEFINED.finditer(page.read_text("utf-8")):
+        module = (page.parent / link["path"]).read_text("utf-8")
+        assert re.search(rf"^(?:class |def )?{link['name']}\b", module, re.MULTILINE), link[0]
+
+
 @cache
 def words_of_the_code() -> set[str]:
     files = (file for top in (*TOP, "tests") for file in (ROOT / top).rglob("*.py"))
@@ -56,6 +64,7 @@ def test_names_in_the_text_are_those_of_the_code(page):
 def test_the_checks_are_able_to_fail():
     assert NAME.findall("`Steps.no_such`, `Generate(Chat(x))` and `a b`") == ["Steps.no_such", "Generate"]
     assert PATH.findall("`app/nowhere` and `engine/model/`") == ["app/nowhere", "engine/model"]
+    assert DEFINED.search("`A` in\n  [b](b.py)")["path"] == "b.py" and not DEFINED.search("`A` in [b](b.md)")
     assert LINK.search("[a](b.md#c)")["anchor"] == "c" and anchors("## How a `b` goes, at 4k") == {
         "how-a-b-goes-at-4k"
     }

@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", choices=MEASUREMENTS, metavar="NAME")
-    name: str = parser.parse_args(arguments[:1]).name
+    name: str = parser.parse_args(arguments[:1] or ["--help"]).name
     module = import_module(f"tools.measure.{name}")
     parser = argparse.ArgumentParser(
         prog=f"python -m tools.measure {name}",
