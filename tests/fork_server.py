@@ -26,7 +26,8 @@ from unittest import mock
 
 import pytest
 
-from engine.formats import limited_process, picture_process, template_process
+from engine.formats import limited_process, picture_process
+from engine.formats.templates import template_process
 from engine.protocol import launch, process
 from tests import synthetic
 from tests.paths import ROOT

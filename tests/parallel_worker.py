@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from engine.formats.gguf import GGUF
-from engine.formats.prompt import PromptEncoder
+from engine.formats.templates.prompt import PromptEncoder
 from engine.protocol import worker
 from engine.protocol.events import EngineOptions, Measure, Measured, ModelInfo, Ready
 from engine.protocol.served_model import Report

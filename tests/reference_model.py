@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from engine.formats.gguf import GGUF
-from engine.formats.prompt import PromptEncoder
+from engine.formats.templates.prompt import PromptEncoder
 from engine.protocol.events import Event, Finished, Generate
 from engine.runtime.answer import Answers
 from engine.runtime.sampling import log_probabilities

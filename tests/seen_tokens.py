@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.description.spec import ModelSpec
-from engine.formats.prompt_pictures import PlacedPicture, SizedPicture
+from engine.formats.templates.prompt_pictures import PlacedPicture, SizedPicture
 from engine.runtime.pictures import Encoding, Pictures, picture_ids
 from tests import generated_model
 

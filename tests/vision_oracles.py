@@ -22,7 +22,7 @@ from engine.description.spec import ModelSpec
 from engine.description.sublayers import Attention
 from engine.description.vision_reader import read_vision
 from engine.formats.gguf import GGUF
-from engine.formats.prompt_pictures import PlacedPicture, SizedPicture
+from engine.formats.templates.prompt_pictures import PlacedPicture, SizedPicture
 from engine.loading.weights import Weights
 from engine.runtime.pictures import Encoding, PictureRoom, Pictures, picture_ids
 from tests import oracles

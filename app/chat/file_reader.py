@@ -62,8 +62,8 @@ def _counter(files: ModelFiles) -> Callable[[Attachment], int | None]:
     """Raises OrinError. The merges are in a process of their own, since to build them holds up this one."""
     from app.chat.picture_tokens import picture_counter
     from engine.formats.gguf import GGUF
-    from engine.formats.merging import MergingProcess
-    from engine.formats.tokenizer import Tokenizer
+    from engine.formats.tokens.merging import MergingProcess
+    from engine.formats.tokens.tokenizer import Tokenizer
 
     path = Path(files.model)
     with GGUF(path) as file:

@@ -2,7 +2,7 @@
 
 A mention counts only if it names something on this machine, since an @ also stands in code and in addresses. What a
 file brings is text of the user's message, and the chat template gets it as such: it cannot spell a special token
-(`engine/formats/template`). A picture goes along as its file.
+(`engine/formats/templates/template`). A picture goes along as its file.
 """
 
 import heapq

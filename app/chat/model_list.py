@@ -14,7 +14,7 @@ from engine.description import file_summary
 from engine.description.architectures import read_spec
 from engine.errors import ModelFileError, OrinError
 from engine.formats.gguf import GGUF
-from engine.formats.vocabulary import check_tokenizer
+from engine.formats.tokens.vocabulary import check_tokenizer
 from engine.loading import packed_weights_cache
 from engine.model.memory_need import memory_need
 from widgets.text import as_count

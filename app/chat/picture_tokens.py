@@ -8,7 +8,7 @@ from engine.description.vision import VisionSpec
 from engine.description.vision_reader import read_vision
 from engine.formats.gguf import GGUF
 from engine.formats.picture import NO_PIXELS, PictureDecoder
-from engine.formats.prompt_pictures import PICTURE_MARKS, PictureProcessor, SizedPicture, with_texts
+from engine.formats.templates.prompt_pictures import PICTURE_MARKS, PictureProcessor, SizedPicture, with_texts
 from engine.protocol.events import Picture
 
 

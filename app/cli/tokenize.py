@@ -11,7 +11,7 @@ from app.cli import options
 from app.cli.model_file import model_path
 from engine.errors import UsageError
 from engine.formats.gguf import GGUF
-from engine.formats.tokenizer import Tokenizer
+from engine.formats.tokens.tokenizer import Tokenizer
 
 
 def run(arguments: Sequence[str], settings: Settings) -> int:

@@ -50,7 +50,7 @@ from engine.protocol.events import (
 from widgets.dashboard.comparison_data import ComparisonData, Difference
 
 if TYPE_CHECKING:
-    from engine.formats.template import Prompt
+    from engine.formats.templates.template import Prompt
     from engine.peers.llama_server import LlamaServer
 
 GREEDY = Sampling(temperature=0)
@@ -70,7 +70,7 @@ def compare_with_llama_server(
     ("": the one that is found), or the address of a server that runs and takes `api_key`."""
 
     from engine.formats.gguf import GGUF
-    from engine.formats.prompt import PromptEncoder
+    from engine.formats.templates.prompt import PromptEncoder
     from engine.peers.llama_server import LlamaServer
 
     def make_peer(ready: Ready) -> LlamaServer:
@@ -133,7 +133,7 @@ class ComparisonEngine:
 
     async def generate(self, request: Generate) -> AsyncGenerator[Event, None]:
         """The answer of our engine. Its last event comes when both answers have ended."""
-        from engine.formats.prompt import think_splitter
+        from engine.formats.templates.prompt import think_splitter
 
         self._stopped.clear()
         if not self._left.ready:

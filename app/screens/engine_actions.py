@@ -138,7 +138,7 @@ class EngineActions(App[None]):
         session = self.session
         if not session.conversation.turns:
             return
-        from engine.formats.prompt import tokens_in
+        from engine.formats.templates.prompt import tokens_in
 
         prompt = Chat(messages=session.conversation.messages(), think=session.think)
         with contextlib.suppress(OrinError):  # the next prompt will show the error

@@ -22,12 +22,12 @@ from app.serve.errors import ApiError, of_usage, unavailable
 from app.serve.http import ClientGoneError
 from app.serve.metrics import Metrics
 from engine.errors import OrinError, UsageError
-from engine.formats.file_templates import FileTemplates, tool_form
-from engine.formats.fill_in import FillIn
 from engine.formats.gguf import GGUF
 from engine.formats.pooling import pooling_of
-from engine.formats.template import ChatTemplate, Prompt
-from engine.formats.tokenizer import Tokenizer
+from engine.formats.templates.file_templates import FileTemplates, tool_form
+from engine.formats.templates.fill_in import FillIn
+from engine.formats.templates.template import ChatTemplate, Prompt
+from engine.formats.tokens.tokenizer import Tokenizer
 from engine.formats.tools.forms import ToolForm
 from engine.protocol.client import LocalEngine
 from engine.protocol.events import (

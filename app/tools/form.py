@@ -14,8 +14,8 @@ def form_of(model: Path | None) -> ToolForm | None:
 
 @lru_cache(4)
 def _read(model: Path) -> ToolForm | None:
-    from engine.formats.file_templates import tool_form
     from engine.formats.gguf import GGUF  # with numpy, which the screen's start does not wait for
+    from engine.formats.templates.file_templates import tool_form
 
     with GGUF(model) as file:
         return tool_form(file)

@@ -19,7 +19,7 @@ from mcp_types import JSONRPCMessage, jsonrpc_message_adapter
 
 from app.tools.checked_stream import NoMessageError, Received
 from app.tools.messages import Server
-from engine.formats.half_characters import without_half_characters
+from engine.formats.tokens.half_characters import without_half_characters
 from engine.system.child_process import how_it_ended, signal_group
 
 Streams = tuple[MemoryObjectReceiveStream[Received], MemoryObjectSendStream[SessionMessage]]

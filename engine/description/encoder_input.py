@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from engine.description.picture_size import Cut, Size
 from engine.description.sublayers import Vector
 from engine.description.vision import FixedRow, Norm, Positions, VisionSpec
-from engine.formats.prompt_pictures import Part
+from engine.formats.templates.prompt_pictures import Part
 
 if TYPE_CHECKING:
     from PIL import Image

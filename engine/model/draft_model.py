@@ -8,7 +8,7 @@ from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, printable
 from engine.formats.kv_format import KVFormat
 from engine.formats.string_array import StringArray
-from engine.formats.vocabulary import check_tokenizer
+from engine.formats.tokens.vocabulary import check_tokenizer
 from engine.loading.weights import Weights
 from engine.model.coverage import target_of
 from engine.model.memory_need import MemoryNeed, check_fits, memory_need

@@ -21,7 +21,7 @@ from engine.description.vision_reader import read_vision
 from engine.errors import BackendError, ModelFileError, PictureError
 from engine.formats.gguf import GGUF, printable
 from engine.formats.picture import PictureDecoder
-from engine.formats.prompt_pictures import PICTURE_MARKS, PictureProcessor, SizedPicture
+from engine.formats.templates.prompt_pictures import PICTURE_MARKS, PictureProcessor, SizedPicture
 from engine.loading.weights import FileWeights
 from engine.model.coverage import lacks_kernels_because
 from engine.protocol.events import KernelPath, Picture

@@ -8,9 +8,9 @@ from pathlib import Path
 from engine.description.architectures import check_architecture
 from engine.description.file_kind import check_is_model
 from engine.formats.gguf import GGUF, printable
-from engine.formats.prompt import PromptEncoder
-from engine.formats.tokenizer import Merge
-from engine.formats.vocabulary import check_tokenizer
+from engine.formats.templates.prompt import PromptEncoder
+from engine.formats.tokens.tokenizer import Merge
+from engine.formats.tokens.vocabulary import check_tokenizer
 from engine.measure.timeline import timeline
 
 

@@ -10,8 +10,8 @@ from tinygrad import Device
 from engine.cache.start_trial import start_trials
 from engine.description import file_summary
 from engine.devices.device_name import device_name
-from engine.formats.prompt import PromptEncoder
-from engine.formats.template import ChatTemplate
+from engine.formats.templates.prompt import PromptEncoder
+from engine.formats.templates.template import ChatTemplate
 from engine.loading import packed_weights_cache
 from engine.loading.weights import blank_end
 from engine.model.coverage import runs_as_graph_because

@@ -16,7 +16,7 @@ from engine.description.sublayers import Weight
 from engine.errors import SHORTEN_AT_MOST, ContextFullError, UsageError
 from engine.fixes import program_cache
 from engine.formats.pooling import pooling_of
-from engine.formats.prompt_pictures import SizedPicture
+from engine.formats.templates.prompt_pictures import SizedPicture
 from engine.kernels import compilers
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.loading.weights import Weights

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from engine.errors import BackendError, ContextFullError, OrinError, UsageError, one_line
-from engine.formats.half_characters import without_half_characters
+from engine.formats.tokens.half_characters import without_half_characters
 from engine.system.web_client import credentials, making_client
 
 CONNECT_S = 10.0

@@ -17,9 +17,9 @@ import msgspec
 
 from engine.errors import BackendError, ModelFileError, OrinError, UsageError, one_line
 from engine.formats.gguf import GGUF
-from engine.formats.prompt import PromptEncoder, think_splitter
 from engine.formats.string_array import StringArray
-from engine.formats.template import Prompt
+from engine.formats.templates.prompt import PromptEncoder, think_splitter
+from engine.formats.templates.template import Prompt
 from engine.formats.thinking import split_thinking
 from engine.measure.memory import resident_memory
 from engine.peers import http

@@ -434,8 +434,8 @@ _KERNELS = "engine.targets.nvidia.weights"  # compilers build them
 
 def _load_text_model(options: EngineOptions, report: Report) -> Model:
     from engine.backends import ask_driver, install, no_device_error, open_device, prepare, unusable_cuda
-    from engine.formats import template_renderer
-    from engine.formats.merging import MergingProcess
+    from engine.formats.templates import template_renderer
+    from engine.formats.tokens.merging import MergingProcess
     from engine.kernels import compiler_server
 
     timeline.until_now("process")

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import cached_property, partial
 
 from engine.errors import SHORTEN, ContextFullError, UsageError
-from engine.formats.prompt import PromptEncoder, think_splitter
-from engine.formats.template import Prompt
-from engine.formats.vocabulary import StreamDecoder
+from engine.formats.templates.prompt import PromptEncoder, think_splitter
+from engine.formats.templates.template import Prompt
+from engine.formats.tokens.vocabulary import StreamDecoder
 from engine.protocol.events import (
     Chat,
     Event,

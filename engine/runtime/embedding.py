@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ContextFullError, UsageError
-from engine.formats.prompt import PromptEncoder
-from engine.formats.template import Prompt
+from engine.formats.templates.prompt import PromptEncoder
+from engine.formats.templates.template import Prompt
 from engine.protocol.events import Embedded, Event, Generate, Pooling
 from engine.runtime.answer import Answer
 from engine.runtime.model_runner import ModelRunner, Want

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from engine.errors import UsageError, one_line
 from engine.formats.channels import channel_marks
 from engine.formats.thinking import ReplySplitter
-from engine.formats.tokenizer import Tokenizer
+from engine.formats.tokens.tokenizer import Tokenizer
 from engine.formats.tools.forms import CALL_TOKENS
 from engine.formats.tools.grammars import WHITE_SPACE
 from engine.protocol.events import Grammar

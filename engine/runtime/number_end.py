@@ -5,7 +5,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.formats.tokenizer import Tokenizer
+from engine.formats.tokens.tokenizer import Tokenizer
 
 MAX_DIGITS = 20
 """In a row. Integers of 64 bits have no more, and a double keeps 17."""

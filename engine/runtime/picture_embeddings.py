@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 
-from engine.formats.prompt_pictures import SizedPicture
+from engine.formats.templates.prompt_pictures import SizedPicture
 from engine.runtime.answer import Answer
 from engine.runtime.pictures import Encoding, PictureEncoder, Progress
 

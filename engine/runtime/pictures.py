@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.formats.prompt_pictures import PlacedPicture, SizedPicture
+from engine.formats.templates.prompt_pictures import PlacedPicture, SizedPicture
 
 Floats = NDArray[np.float32]
 Pixels = NDArray[np.uint8]

@@ -19,7 +19,7 @@ from app.comparison.comparison_engine import ComparisonEngine
 from app.screens import frame_pacer
 from app.screens.chat_app import WIDE_WIDTH, ChatApp
 from app.screens.engine_setup import EngineSetup
-from engine.formats.template import Prompt
+from engine.formats.templates.template import Prompt
 from engine.protocol.client import Engine
 from engine.protocol.events import (
     Counter,

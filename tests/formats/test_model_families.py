@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from engine.formats.gguf import GGUF
-from engine.formats.prompt import think_splitter
-from engine.formats.template import ChatTemplate
-from engine.formats.tokenizer import Tokenizer
-from engine.formats.vocabulary import StreamDecoder
+from engine.formats.templates.prompt import think_splitter
+from engine.formats.templates.template import ChatTemplate
+from engine.formats.tokens.tokenizer import Tokenizer
+from engine.formats.tokens.vocabulary import StreamDecoder
 from engine.protocol.events import Chat, Message
 from tests.formats.vocabularies import (
     CONTROL,

@@ -11,8 +11,8 @@ import pytest
 
 from engine.formats.gguf import GGUF
 from engine.formats.string_array import StringArray
-from engine.formats.tokenizer import Tokenizer
-from engine.formats.vocabulary import StreamDecoder
+from engine.formats.tokens.tokenizer import Tokenizer
+from engine.formats.tokens.vocabulary import StreamDecoder
 from tests.makers import load_maker
 from tests.paths import SHARED
 

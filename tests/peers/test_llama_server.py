@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.formats.gguf import GGUF
-from engine.formats.prompt import PromptEncoder
+from engine.formats.templates.prompt import PromptEncoder
 from engine.model.text_model import TextModel
 from engine.protocol.events import (
     Chat,

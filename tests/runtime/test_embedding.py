@@ -5,7 +5,7 @@ import pytest
 
 from engine.errors import ContextFullError, UsageError
 from engine.formats.gguf import GGUF
-from engine.formats.prompt import PromptEncoder
+from engine.formats.templates.prompt import PromptEncoder
 from engine.protocol.events import Embedded, Generate, Sampling, TokenIds
 from engine.runtime.answer import Answers
 from engine.runtime.embedding import Embeddings, Pooler, Step

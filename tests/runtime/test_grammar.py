@@ -11,7 +11,7 @@ import pytest
 
 from engine.errors import UsageError
 from engine.formats.thinking import THINK, ThinkSplitter
-from engine.formats.tokenizer import Tokenizer
+from engine.formats.tokens.tokenizer import Tokenizer
 from engine.formats.tools.calls import ToolCallParser
 from engine.formats.tools.forms import GEMMA, shown_form
 from engine.formats.tools.grammars import reply_grammar

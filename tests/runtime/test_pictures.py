@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from engine.formats.prompt_pictures import PlacedPicture, SizedPicture
+from engine.formats.templates.prompt_pictures import PlacedPicture, SizedPicture
 from engine.runtime.lookup import Lookup
 from engine.runtime.pictures import Encoding, Pictures, picture_ids
 

@@ -8,7 +8,7 @@ import pytest
 
 from engine.errors import ContextFullError
 from engine.formats.gguf import GGUF
-from engine.formats.prompt import PromptEncoder
+from engine.formats.templates.prompt import PromptEncoder
 from engine.protocol.events import TOKEN_GAP, Generate, Grammar, Prefilling, Sampling, Token, TokenIds
 from engine.runtime import checkpoints, scheduler
 from engine.runtime.answer import Answers

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.formats.gguf import GGUF
-from engine.formats.prompt import PromptEncoder
+from engine.formats.templates.prompt import PromptEncoder
 from engine.protocol.events import Sampling
 from engine.runtime.answer import Answers
 from engine.runtime.drafter import Drafter

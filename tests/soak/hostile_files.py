@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine.description.architectures import read_spec
 from engine.errors import OrinError
 from engine.formats.gguf import GGUF
-from engine.formats.prompt import PromptEncoder
+from engine.formats.templates.prompt import PromptEncoder
 from engine.loading.weights import Weights, pieces
 from engine.model.memory_need import memory_need
 from tests import generated_model

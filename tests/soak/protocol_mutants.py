@@ -18,7 +18,7 @@ import httpx
 from app.serve.errors import form_of
 from app.serve.routes import application
 from app.serve.service import ModelFile, Service
-from engine.formats.file_templates import FileTemplates
+from engine.formats.templates.file_templates import FileTemplates
 from engine.protocol.events import Event, Failed
 from tests import generated_model
 from tests.app.fake_engine import SEEING, TOO_LONG, FakeEngine, reply, tokens

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from engine.description.spec import Rope
-from engine.formats.prompt_pictures import PlacedPicture, SizedPicture
+from engine.formats.templates.prompt_pictures import PlacedPicture, SizedPicture
 from engine.kernels.device_memory import to_device
 from engine.runtime.model_runner import Slot
 from engine.runtime.pictures import PictureRoom, Pictures, positions_of

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from engine.formats.pretokenizers import PRETOKENIZERS
+from engine.formats.tokens.pretokenizers import PRETOKENIZERS
 from tools.guide.template import PRETOKENIZER, SPECIALS
 
 

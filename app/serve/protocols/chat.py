@@ -23,8 +23,8 @@ from app.serve.protocols.common.requests import MAX_LOGPROBS, generate, variants
 from app.serve.protocols.common.thinking import ThinkingBody, wanted
 from app.serve.protocols.common.tools import Choice, Named, ToolChoice, Tools, chosen_tools
 from app.serve.service import Service
-from engine.formats.template import Prompt
-from engine.formats.tokenizer import Tokenizer
+from engine.formats.templates.template import Prompt
+from engine.formats.tokens.tokenizer import Tokenizer
 from engine.formats.tools.grammars import reply_grammar
 from engine.protocol.events import Chat, Generate, Grammar, Prefilling, Token
 

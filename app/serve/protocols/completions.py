@@ -24,7 +24,7 @@ from app.serve.protocols.common.reply import Asked, Json, Reply
 from app.serve.protocols.common.requests import MAX_LOGPROBS, MAX_N, Body, generate, variants
 from app.serve.service import Service
 from engine.errors import ContextFullError
-from engine.formats.tokenizer import Tokenizer
+from engine.formats.tokens.tokenizer import Tokenizer
 from engine.protocol.events import Failed, Generate, RawText, Token, TokenIds
 
 MAX_PROMPTS = 128

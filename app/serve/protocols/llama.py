@@ -18,7 +18,7 @@ from app.serve.protocols.common.requests import MAX_LOGPROBS, Body, generate, va
 from app.serve.protocols.completions import MAX_PROMPTS, ends_of_fill_in, fill_in
 from app.serve.protocols.llama_settings import settings
 from app.serve.service import Service
-from engine.formats.tokenizer import Tokenizer
+from engine.formats.tokens.tokenizer import Tokenizer
 from engine.protocol.events import Generate, RawText, Token, TokenIds
 
 

@@ -31,7 +31,7 @@ from app.serve.protocols.completions import TextBody, ends_of_fill_in, fill_in
 from app.serve.protocols.models import capabilities
 from app.serve.protocols.shortening import shorten
 from app.serve.service import Service
-from engine.formats.tokenizer import Tokenizer
+from engine.formats.tokens.tokenizer import Tokenizer
 from engine.protocol.events import RawText
 from widgets.text import as_count
 

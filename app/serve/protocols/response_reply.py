@@ -18,7 +18,7 @@ from app.serve.protocols.common.figures import usage
 from app.serve.protocols.common.reply import Json, Reply
 from app.serve.protocols.common.tools import Tools, flat
 from app.serve.protocols.response_body import ResponsesBody, Spaces, TextFormat
-from engine.formats.tokenizer import Tokenizer
+from engine.formats.tokens.tokenizer import Tokenizer
 
 SEALED = "orin-chat:"  # begins `encrypted_content`, which is not encrypted
 

@@ -19,7 +19,7 @@ from app.serve.protocols.common.logprobs import spelled
 from app.serve.protocols.common.reply import Asked, Json, Reply
 from app.serve.protocols.common.requests import Body, generate
 from app.serve.service import Service
-from engine.formats.tokenizer import Tokenizer
+from engine.formats.tokens.tokenizer import Tokenizer
 from engine.protocol.events import RawText, Token
 
 _LIMIT = 100  # tokens of an answer without max_new_tokens

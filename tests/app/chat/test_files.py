@@ -11,8 +11,8 @@ from app.chat.file_reader import FileReader, Takes, TokenCounter
 from app.chat.history import History
 from engine.errors import UsageError
 from engine.formats.gguf import GGUF
-from engine.formats.template import ChatTemplate
-from engine.formats.tokenizer import Tokenizer
+from engine.formats.templates.template import ChatTemplate
+from engine.formats.tokens.tokenizer import Tokenizer
 from engine.protocol.events import Message
 from presets import guide_path
 from widgets.chat.turn import Attachment, Turn

@@ -11,7 +11,7 @@ from app.comparison.common_prefix import CommonPrefix
 from app.comparison.comparison_engine import ComparisonEngine, answered_together, compare_with_llama_server
 from app.comparison.report import report
 from engine.errors import TemplateError
-from engine.formats.template import Prompt
+from engine.formats.templates.template import Prompt
 from engine.measure import counters, jetson_counters
 from engine.protocol.events import (
     Chat,

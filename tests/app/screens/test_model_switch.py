@@ -10,7 +10,7 @@ from app.screens.pages import models as screen_module
 from app.screens.pages.models import ModelsScreen
 from engine.catalog.downloads import download
 from engine.catalog.names import KnownModel, parse
-from engine.formats.prompt import tokens_in
+from engine.formats.templates.prompt import tokens_in
 from engine.protocol.events import Chat, EngineOptions, Failed, Message
 from presets import GUIDE
 from tests.app.driver import chat

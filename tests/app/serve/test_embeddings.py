@@ -11,7 +11,7 @@ from app.serve.answer import ServedAnswer
 from app.serve.protocols.embeddings import EmbeddingsBody, openai_asked
 from app.serve.service import Exchange, ModelFile
 from app.serve.stop_texts import StopTexts
-from engine.formats.file_templates import FileTemplates
+from engine.formats.templates.file_templates import FileTemplates
 from engine.protocol.events import RawText, TokenIds
 from tests import generated_model
 from tests.app.fake_engine import TOO_LONG, FakeEngine, vector_of

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from engine.formats.fill_in import FillIn
+from engine.formats.templates.fill_in import FillIn
 from engine.protocol.events import BlockCounts, RawText, Slot, Slots, TokenIds
 from tests.app.fake_engine import FakeEngine, reply
 from tests.app.serve.conftest import HELLO, error

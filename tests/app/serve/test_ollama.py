@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from app.serve.protocols import generate_context
-from engine.formats.fill_in import FillIn
+from engine.formats.templates.fill_in import FillIn
 from engine.protocol.events import RawText, Sampling
 from tests.app.fake_engine import TOO_LONG, FakeEngine, reply
 from tests.app.serve.conftest import WEATHER

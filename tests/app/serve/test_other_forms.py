@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.formats.fill_in import FillIn
+from engine.formats.templates.fill_in import FillIn
 from tests.app.fake_engine import TOO_LONG, FakeEngine, reply
 from tests.app.serve.conftest import HELLO, WEATHER, error, events
 

@@ -9,7 +9,7 @@ from engine.errors import TemplateError
 from engine.formats.tools.calls import ToolCallParser
 from engine.formats.tools.forms import LFM
 from engine.protocol.events import Message, ToolCall
-from tests.formats.test_template import (
+from tests.formats.templates.test_template import (
     ECHO,
     assistant,
     chatml,

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from app.serve.errors import ApiError, wrong
-from engine.formats.half_characters import without_half_characters
+from engine.formats.tokens.half_characters import without_half_characters
 
 MAX_DEPTH = 64  # of JSON in JSON
 MAX_VALUES = 1 << 18  # in it

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from app.serve.protocols.common.reply import Json
-from engine.formats.tokenizer import Tokenizer
+from engine.formats.tokens.tokenizer import Tokenizer
 from engine.protocol.events import Token
 
 

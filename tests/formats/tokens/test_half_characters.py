@@ -3,8 +3,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.formats import half_characters
-from engine.formats.half_characters import without_half_characters
+from engine.formats.tokens import half_characters
+from engine.formats.tokens.half_characters import without_half_characters
 
 
 @given(st.text(st.sampled_from('\ud83d\ude00\udbff\udc00\\"nu8d\n😀'), max_size=12))

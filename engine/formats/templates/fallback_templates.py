@@ -1,6 +1,6 @@
 """Chat templates for model files that have none, or one that does not work."""
 
-from engine.formats.tokenizer import Tokenizer
+from engine.formats.tokens.tokenizer import Tokenizer
 
 _LLAMA_3 = (
     "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"

@@ -17,10 +17,10 @@ import msgspec
 
 from engine.errors import SHORTEN, ContextFullError, TemplateError
 from engine.formats.channels import channel_marks
-from engine.formats.fallback_templates import CHATML, fallback_template
-from engine.formats.file_templates import FileTemplates
 from engine.formats.gguf import GGUF, printable
-from engine.formats.prompt_pictures import (
+from engine.formats.templates.fallback_templates import CHATML, fallback_template
+from engine.formats.templates.file_templates import FileTemplates
+from engine.formats.templates.prompt_pictures import (
     PictureMarks,
     PictureProcessor,
     PlacedPicture,
@@ -30,9 +30,9 @@ from engine.formats.prompt_pictures import (
     with_marks,
     with_texts,
 )
-from engine.formats.template_renderer import Broken, Refused, TemplateRenderer
+from engine.formats.templates.template_renderer import Broken, Refused, TemplateRenderer
 from engine.formats.thinking import HARMONY, MUSE, THINK, ThinkMarks, marks_of
-from engine.formats.tokenizer import Tokenizer
+from engine.formats.tokens.tokenizer import Tokenizer
 from engine.formats.tools.forms import shown_form
 from engine.formats.tools.told import joined, told, written
 from engine.protocol.events import PICTURE_MARK, Effort, Message, Picture, ToolCall

@@ -4,8 +4,8 @@ To build the library's object takes about half a second for a vocabulary of 150,
 code of the process waiting meanwhile: also the code that opens a GPU. So this module imports the library only in that
 process, or if it fails.
 
-`python -m engine.formats.merging MODEL` reads and writes lines of JSON. The first is the `Merges.warning`; then each
-line of words is answered by one of their token ids. It ends when nobody writes to it any more.
+`python -m engine.formats.tokens.merging MODEL` reads and writes lines of JSON. The first is the `Merges.warning`; then
+each line of words is answered by one of their token ids. It ends when nobody writes to it any more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from engine.system.child_process import kill, module_command, module_environment
 
 if TYPE_CHECKING:
-    from engine.formats.merges import Merges
+    from engine.formats.tokens.merges import Merges
 
 
 class MergingProcess:
@@ -38,7 +38,7 @@ class MergingProcess:
         self._process: subprocess.Popen[str] | None = None
         with suppress(OSError):  # no memory for a process
             self._process = subprocess.Popen(
-                module_command("engine.formats.merging", str(Path(model).absolute())),
+                module_command("engine.formats.tokens.merging", str(Path(model).absolute())),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 encoding="ascii",
@@ -91,8 +91,8 @@ class MergingProcess:
 
 def _merges(model: str | Path) -> Merges:
     from engine.formats.gguf import GGUF
-    from engine.formats.merges import Merges
-    from engine.formats.vocabulary import Vocabulary
+    from engine.formats.tokens.merges import Merges
+    from engine.formats.tokens.vocabulary import Vocabulary
 
     with GGUF(model) as file:
         return Merges(file, Vocabulary(file))

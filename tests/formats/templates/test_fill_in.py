@@ -1,6 +1,6 @@
 from types import SimpleNamespace
 
-from engine.formats.fill_in import FillIn
+from engine.formats.templates.fill_in import FillIn
 
 
 def tokenizer(*names):

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from engine.errors import SHORTEN, ContextFullError
 from engine.formats.gguf import GGUF
 from engine.formats.name_pattern import any_name
-from engine.formats.vocabulary import SPACE, USER_DEFINED, Vocabulary
+from engine.formats.tokens.vocabulary import SPACE, USER_DEFINED, Vocabulary
 
 Codes = NDArray[np.uint8] | NDArray[np.uint32]
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -67,7 +67,7 @@ class Tokenizer(Vocabulary):
         kept = (self.bos_id, special.get("<|endoftext|>"), special.get("<unk>"))
         self._strips_after = frozenset(special.values()).difference(kept) if strips else frozenset()
         if merge is None:
-            from engine.formats.merges import Merges  # the library takes long to import
+            from engine.formats.tokens.merges import Merges  # the library takes long to import
 
             merge = Merges(gguf, self)
         self.merge = merge

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
-from engine.formats.pretokenizers import PRETOKENIZERS
-from engine.formats.tokenizer import Tokenizer
-from engine.formats.vocabulary import StreamDecoder, check_tokenizer
+from engine.formats.tokens.pretokenizers import PRETOKENIZERS
+from engine.formats.tokens.tokenizer import Tokenizer
+from engine.formats.tokens.vocabulary import StreamDecoder, check_tokenizer
 from tests import generated_model
 from tests.formats.vocabularies import (
     CONTROL,
@@ -475,20 +475,20 @@ def test_texts_of_earlier_prompts_are_not_merged_again(tmp_path, monkeypatch):
     ids = t.encode_segments(chat)
     assert t.encode_segments([*chat, ("<|im_start|>", True), ("new", False)], most=13)[: len(ids)] == ids
     assert merged == ["abba", "new"]
-    monkeypatch.setattr("engine.formats.tokenizer._REMEMBERED_BYTES", 400)
+    monkeypatch.setattr("engine.formats.tokens.tokenizer._REMEMBERED_BYTES", 400)
     assert len(t.encode("c" * 90)) == 90 and t.encode_segments(chat) == ids
     assert merged == ["abba", "new", "c" * 90, "abba"] and [*t._remembered] == ["abba"]
 
 
 def test_what_is_remembered_of_many_short_texts_is_bounded_in_bytes(tmp_path, monkeypatch):
     t = Tokenizer(byte_level(tmp_path / "v"))
-    monkeypatch.setattr("engine.formats.tokenizer._REMEMBERED_BYTES", 10_000)
+    monkeypatch.setattr("engine.formats.tokens.tokenizer._REMEMBERED_BYTES", 10_000)
     tracemalloc.start()
     for i in range(2_000):
         t.encode(f"{i}")
     held_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(t._remembered) > 20 and held_bytes < 30_000
-    monkeypatch.setattr("engine.formats.tokenizer._REMEMBERED_TEXTS", 7)
+    monkeypatch.setattr("engine.formats.tokens.tokenizer._REMEMBERED_TEXTS", 7)
     t.encode("and one more")
     assert len(t._remembered) == 7

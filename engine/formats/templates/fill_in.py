@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from engine.formats.gguf import GGUF
-from engine.formats.tokenizer import Tokenizer
+from engine.formats.tokens.tokenizer import Tokenizer
 
 # As models write them: Qwen, StarCoder, Granite, DeepSeek, CodeLlama, GLM, Falcon. All three are from one family.
 _NAMES = (

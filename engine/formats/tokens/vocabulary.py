@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged, printable
-from engine.formats.pretokenizers import DEFAULT, GEMMA4, LINES, PRETOKENIZERS, UNSAID
 from engine.formats.string_array import StringArray
 from engine.formats.thinking import MARK_TOKENS
+from engine.formats.tokens.pretokenizers import DEFAULT, GEMMA4, LINES, PRETOKENIZERS, UNSAID
 from engine.formats.tools.forms import CALL_TOKENS
 
 # tokenizer.ggml.token_type: enum llama_token_type in include/llama.h

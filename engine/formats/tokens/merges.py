@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Merger
 
 from engine.formats.gguf import GGUF, damaged
 from engine.formats.string_array import StringArray
-from engine.formats.vocabulary import BYTE, SPACE, UNKNOWN, Vocabulary
+from engine.formats.tokens.vocabulary import BYTE, SPACE, UNKNOWN, Vocabulary
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else the library has threads of its own
 

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ContextFullError, TemplateError
-from engine.formats import template_renderer
 from engine.formats.gguf import GGUF
-from engine.formats.template import ChatTemplate
-from engine.formats.tokenizer import Tokenizer
+from engine.formats.templates import template_renderer
+from engine.formats.templates.template import ChatTemplate
+from engine.formats.tokens.tokenizer import Tokenizer
 from engine.protocol.events import Message
 from tests.formats.vocabularies import CONTROL, USER_DEFINED, byte_level, decode, sentencepiece, spelled_out
 from tests.paths import SHARED

@@ -3,7 +3,7 @@ import pytest
 
 from engine.errors import ContextFullError, UsageError
 from engine.formats.gguf import GGUF
-from engine.formats.prompt import PromptEncoder
+from engine.formats.templates.prompt import PromptEncoder
 from engine.protocol.events import Chat, Message, RawText
 from tests.generated_model import write
 

@@ -3,9 +3,9 @@
 import pytest
 
 from engine.errors import ContextFullError, PictureError
-from engine.formats.prompt_pictures import PICTURE_MARKS, Part, PictureProcessor, SizedPicture
-from engine.formats.template import ChatTemplate
-from engine.formats.tokenizer import Tokenizer
+from engine.formats.templates.prompt_pictures import PICTURE_MARKS, Part, PictureProcessor, SizedPicture
+from engine.formats.templates.template import ChatTemplate
+from engine.formats.tokens.tokenizer import Tokenizer
 from engine.protocol.events import PICTURE_MARK, Message, Picture
 from tests.formats.vocabularies import CONTROL, byte_level, spelled_out
 

@@ -6,8 +6,8 @@ import signal
 import pytest
 
 from engine.formats.gguf import GGUF
-from engine.formats.merging import MergingProcess
-from engine.formats.tokenizer import Tokenizer
+from engine.formats.tokens.merging import MergingProcess
+from engine.formats.tokens.tokenizer import Tokenizer
 from tests.formats.vocabularies import byte_level, sentencepiece
 
 TEXTS = ["", "abba", "a b\n\n\u00e9 \u4e16\u754c \x00\u2028", "ab" * 5000]

@@ -6,9 +6,9 @@ from pathlib import Path
 from engine.errors import TemplateError, UsageError
 from engine.formats.channels import ChannelSplitter
 from engine.formats.gguf import GGUF
-from engine.formats.template import ChatTemplate, Prompt
+from engine.formats.templates.template import ChatTemplate, Prompt
 from engine.formats.thinking import ReplySplitter, ThinkSplitter
-from engine.formats.tokenizer import Merge, Tokenizer
+from engine.formats.tokens.tokenizer import Merge, Tokenizer
 from engine.protocol.events import Chat, Effort, Message, RawText, TokenIds
 
 

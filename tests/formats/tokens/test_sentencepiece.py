@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.formats.tokenizer import Tokenizer
-from engine.formats.vocabulary import StreamDecoder
-from tests.formats.test_tokenizer import no_function_scope
+from engine.formats.tokens.tokenizer import Tokenizer
+from engine.formats.tokens.vocabulary import StreamDecoder
+from tests.formats.tokens.test_tokenizer import no_function_scope
 from tests.formats.vocabularies import (
     CONTROL,
     NORMAL,
