@@ -34,14 +34,14 @@ def start_module(module: str) -> subprocess.Popen[bytes]:
 
 
 class LimitedProcess:
-    """A module of this folder that sets itself limits (`process_limits`), prints "ready" and then answers requests. The
-    process starts now, and ends with this object. One thread may use it at a time."""
+    """A module, by its whole name, that sets itself limits (`process_limits`), prints "ready" and then answers
+    requests. The process starts now, and ends with this object. One thread may use it at a time."""
 
     def __init__(self, module: str, failure: Callable[[str], OrinError]) -> None:
         """`failure` makes the error of a process that does not start, with a hint. Raises it."""
         self._failure = failure
         try:
-            self._process = start_module(f"engine.formats.{module}")
+            self._process = start_module(module)
         except OSError as error:
             raise failure(f"The system says: {error.strerror}. {start_hint(error)}") from None
         assert self._process.stdin and self._process.stdout

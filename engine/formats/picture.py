@@ -47,7 +47,7 @@ class PictureDecoder:
 
     def start(self) -> None:
         """Starts the process and does not wait for it. Raises BackendError."""
-        self._process = process = LimitedProcess("picture_process", _DOES_NOT_START)
+        self._process = process = LimitedProcess("engine.formats.picture_process", _DOES_NOT_START)
         with suppress(AttributeError, OSError):  # Linux, as far as the user's limit goes
             fcntl.fcntl(process.answers, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from tests.doctor import machines
 from tests.paths import ROOT
 from tests.protocol.conftest import running
 from tests.thorough import thorough
+from tests.waiting import wait_until
 
 VARIABLES = ("CUDA_PATH", "CUDA_HOME", "CUDA_INCLUDE_PATH", "NVRTC_PATH", "LD_LIBRARY_PATH")
 
@@ -176,10 +176,7 @@ def program(code):
 
 def assert_gone(*pids):
     """Soon."""
-    deadline = time.monotonic() + 10
-    while any(map(running, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(running, pids)))
 
 
 def test_a_check_that_hangs_is_ended_with_what_it_started(tmp_path):

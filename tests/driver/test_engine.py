@@ -18,6 +18,7 @@ from tests import generated_model
 from tests.paths import ROOT
 from tests.protocol.conftest import running
 from tests.thorough import rarely
+from tests.waiting import LIMIT_S
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ async def test_a_start_that_fails(model, fault, message, hint, tmp_path, monkeyp
     assert isinstance(failed, Failed) and failed.kind == "backend", failed
     assert message in failed.message and hint in failed.hint
     worker = int(re.search(r"board in process (\d+)", engine.log_path.read_text())[1])
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LIMIT_S
     # What it started is told to end, and not waited for.
     while left := [pid for pid in _group(worker) if running(pid)]:
         assert worker not in left and time.monotonic() < deadline, left

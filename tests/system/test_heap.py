@@ -20,7 +20,7 @@ for thread in threads:
 for thread in threads:
     thread.join()
 held, blocks = resident_memory(os.getpid()).now_bytes, blocks[::100]
-deadline = time.monotonic() + 20
+deadline = time.monotonic() + 60
 while resident_memory(os.getpid()).now_bytes > held - (60 << 20) and time.monotonic() < deadline:
     time.sleep(0.05)
 print(held - resident_memory(os.getpid()).now_bytes >> 20)

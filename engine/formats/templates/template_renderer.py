@@ -29,7 +29,7 @@ def start_ahead() -> None:
 
 
 def _process() -> LimitedProcess:
-    return LimitedProcess("template_process", _DOES_NOT_START)
+    return LimitedProcess("engine.formats.templates.template_process", _DOES_NOT_START)
 
 
 _ahead: list[LimitedProcess] = []  # at most one, that no template has yet
