@@ -4,16 +4,18 @@ cannot show is that fences suffice between cores.)"""
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
-from tinygrad import Tensor, UOp, dtypes
+from tinygrad import Device, Tensor, UOp, dtypes
+from tinygrad.codegen import to_program
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 from tinygrad.runtime.support.elf import jit_loader
 from tinygrad.uop.ops import Ops
 
-from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.kernels import memory, thread_pool
 from engine.targets.cpu.kernels.activations import Quantization, buffer_names, quantize_activations
 from engine.targets.cpu.kernels.attention import attention, mask, n_parts, scratch_size
 from engine.targets.cpu.kernels.delta_net import DeltaHeads, convolve, delta_net
@@ -84,6 +86,16 @@ class ArmCore:
             buffer[:] = np.frombuffer(self._cpu.mem_read(place, buffer.nbytes), buffer.dtype)
 
 
+def arm_program(kernel: Callable[..., UOp], buffers: Sequence[Tensor]) -> UOp:
+    """The program in the forms that machines with Arm take."""
+    with (
+        mock.patch("engine.targets.cpu.kernels.kernel_builder.adds_pairs", lambda: False),
+        mock.patch("engine.targets.cpu.kernels.weight_layout.looks_up", lambda: False),
+    ):
+        graph = thread_pool._graph(kernel, tuple(b.dtype for b in buffers))
+    return to_program(graph, Device["CPU"].renderer)
+
+
 def on_arm(
     pool: ThreadPool,
     kernel: Callable[..., UOp],
@@ -98,7 +110,7 @@ def on_arm(
     step.add(kernel, *everything, parts=parts)
     run = step.compile()
     run()
-    arm = ArmCore(run.programs[0][0])
+    arm = ArmCore(arm_program(kernel, everything))
     for part in range(parts):
         arm.run(part, parts, before)
     here, there = (np.concatenate([b[: o.numel()].astype(np.float64) for b, o in zip(s, outs, strict=False)])
@@ -115,7 +127,14 @@ def random(n: int, dtype=dtypes.float32, scale: float = 1.0) -> Tensor:
 @pytest.mark.parametrize("tile", [1, TILE])
 @pytest.mark.parametrize(
     "kind",
-    [rarely(Type.F16), rarely(Type.BF16), Type.Q8_0, rarely(Type.Q5_1), Type.Q4_K, rarely(Type.Q6_K)],
+    [
+        rarely(Type.F16),
+        rarely(Type.BF16),
+        rarely(Type.Q8_0),
+        Type.Q4_K,
+        rarely(Type.Q6_K),
+        rarely(Type.MXFP4),
+    ],
     ids=lambda k: k.name,
 )
 def test_products(pool: ThreadPool, kind: Type, tile: int) -> None:

@@ -17,6 +17,8 @@ from tinygrad.dtype import AddrSpace, DType
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
+from engine.targets.cpu.kernels.lanes import adds_pairs
+
 F32, F16, I32, I16, I8, U16, U8 = (
     dtypes.float32,
     dtypes.float16,
@@ -165,19 +167,17 @@ class KernelBuilder:
         """Elements of two vectors in turns: (n,) each -> (2 * n,)."""
         return UOp.stack(*(v.index(i) for i in range(a.max_numel()) for v in (a, b)))
 
-    def multiply_pairs(self, a: UOp, b: UOp) -> UOp:
-        """Products of 16-bit integers, summed in neighbouring pairs: int16 (2 * lanes,) each -> int32 (lanes,).
+    def multiply_pair(self, a: UOp, pair: UOp) -> UOp:
+        """Products of pairs of 16-bit integers with one pair, summed: int16 (2 * lanes,) and (2,) -> int32 (lanes,).
 
-        Compilers emit one instruction (pmaddwd on x86) if the sum has exactly two terms. If it were added to a running
-        total directly, they would split it and add each half separately. `concat` of two results, as one operand of a
-        longer addition, keeps it whole."""
-        products = a.cast(I32) * b.cast(I32)
-        even, odd = (_pick(products, range(p, 2 * self.lanes, 2)) for p in range(2))
-        return even + odd
-
-    def repeat_pair(self, pair: UOp) -> UOp:
-        """A vector of two elements, repeated: (2,) -> (2 * lanes,)."""
-        return _pick(pair, [0, 1] * self.lanes)
+        On x86 it is one instruction (pmaddwd) if the sum has exactly two terms. If it were added to a running total
+        directly, compilers would split it and add each half separately. `concat` of two results, as one operand of a
+        longer addition, keeps it whole. Arm has instructions that multiply by an element and add."""
+        if adds_pairs():
+            products = a.cast(I32) * _pick(pair, [0, 1] * self.lanes).cast(I32)
+            return add(_pick(products, range(p, 2 * self.lanes, 2)) for p in range(2))
+        columns = (_pick(a, range(p, 2 * self.lanes, 2)).cast(I32) for p in range(2))
+        return add(column * _pick(pair, [p] * self.lanes).cast(I32) for p, column in enumerate(columns))
 
     def repeat_each(self, v: UOp) -> UOp:
         """Each element of a vector twice: (n,) -> (2 * n,)."""

@@ -1,6 +1,7 @@
 """How many rows of a matrix and how many tokens the kernels of a CPU take at a time."""
 
 import functools
+import platform
 from math import ceil
 from pathlib import Path
 
@@ -22,6 +23,11 @@ def cpu_flags() -> frozenset[str]:
 def register_lanes() -> int:
     """float32 elements of a vector: 16 with AVX-512; otherwise 8, an AVX2 register or two of NEON."""
     return MOST_LANES if "avx512f" in cpu_flags() else 8
+
+
+def adds_pairs() -> bool:
+    """Whether products of two pairs of 16-bit integers are added by the same instruction: on x86."""
+    return platform.machine().lower() in ("x86_64", "amd64")
 
 
 def looks_up() -> bool:

@@ -157,7 +157,7 @@ def products_of_a_token(rows: GroupOfRows, tile_number: Index = 0) -> UOp:
             first = run * n + step * together
             pairs = layout.pairs(k, stream, words, first, together)
             dots = [
-                k.multiply_pairs(w, k.repeat_pair(x.pair(k, tile_number, unit * PAIRS + first + i, 0)))
+                k.multiply_pair(w, x.pair(k, tile_number, unit * PAIRS + first + i, 0))
                 for i, w in enumerate(pairs)
             ]
             value = k.vector(sums, 0, 2 * lanes)
@@ -192,10 +192,7 @@ def products_of_few(rows: GroupOfRows, tile_number: Index) -> list[UOp]:
             for i in range(0, together, 2):
                 for t in range(tile):
                     dots = (
-                        k.multiply_pairs(
-                            pairs[i + j],
-                            k.repeat_pair(x.pair(k, tile_number, unit * PAIRS + first + i + j, t)),
-                        )
+                        k.multiply_pair(pairs[i + j], x.pair(k, tile_number, unit * PAIRS + first + i + j, t))
                         for j in range(2)
                     )
                     values[t] = values[t] + k.concat(*dots)
@@ -275,7 +272,7 @@ def products_of_tiles(
                 w = k.vector(weights, (i * PAIRS + pair) * (2 * lanes), 2 * lanes)
                 for two in range(tile // 2):
                     xs = (x.pair(k, of_x, unit * PAIRS + pair, 2 * two + t) for t in range(2))
-                    dots = (k.multiply_pairs(w, k.repeat_pair(pair_x)) for pair_x in xs)
+                    dots = (k.multiply_pair(w, pair_x) for pair_x in xs)
                     values[two] = values[two] + k.concat(*dots)
                 for pair_sums, value in zip(sums, values, strict=True):
                     k.store(pair_sums, 0, value)

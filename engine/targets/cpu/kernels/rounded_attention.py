@@ -26,7 +26,6 @@ from engine.targets.cpu.kernels.step_state import TILES
 LANES = 16
 """The elements of the vectors for which this is faster than floats."""
 _MASKED, _LEAST = -1e30, 1e-30
-_STEP = 2  # pairs in a step of the inner loops
 
 
 def most_rounded(terms: int) -> int:
@@ -36,7 +35,7 @@ def most_rounded(terms: int) -> int:
 
 def rounds(h: PatchHeads) -> bool:
     """Whether these kernels take such heads."""
-    return h.lanes == LANES and h.dim % (2 * _STEP) == 0
+    return h.lanes == LANES and h.dim % 2 == 0
 
 
 def _rounded(x: UOp) -> UOp:
@@ -109,20 +108,15 @@ def _dots(
     pairs of numbers from `at_right` on, which are `stride` numbers further for each pair. int32 (lanes,) each."""
     two_vectors = 2 * k.lanes
     sums = [k.zeros(two_vectors, I32) for _ in range(-(-n // 2))]  # two side by side
-    with k.loop(pairs // _STEP) as step:
+    with k.loop(pairs) as pair:
         values = [k.vector(s, 0, two_vectors) for s in sums]
-        for p in range(_STEP):
-            pair = step * _STEP + p
-            vector = k.vector(left, at + pair * two_vectors, two_vectors)
-            for two in range(len(sums)):
-                ends = (
-                    k.multiply_pairs(
-                        vector,
-                        k.repeat_pair(k.vector(right, at_right + pair * stride + (2 * two + e) * 2, 2)),
-                    )
-                    for e in range(2)
-                )
-                values[two] = values[two] + k.concat(*ends)
+        vector = k.vector(left, at + pair * two_vectors, two_vectors)
+        for two in range(len(sums)):
+            ends = (
+                k.multiply_pair(vector, k.vector(right, at_right + pair * stride + (2 * two + e) * 2, 2))
+                for e in range(2)
+            )
+            values[two] = values[two] + k.concat(*ends)
         for s, value in zip(sums, values, strict=True):
             k.store(s, 0, value)
     return [k.vector(sums[i // 2], i % 2 * k.lanes) for i in range(n)]

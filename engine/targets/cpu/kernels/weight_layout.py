@@ -8,7 +8,7 @@ a time. A plane of b bits takes b vectors. In vector i the two words of a row ho
     32 / b * i + 2 * f + 1  in the same bits of the second word.
 
 So one shift and one mask give the integers of two neighbouring columns, for all rows, as 16-bit pairs. That is the
-operand of a multiply-add of pairs (`KernelBuilder.multiply_pairs`).
+operand of a multiply-add of pairs (`KernelBuilder.multiply_pair`).
 
 Weights of 6 bits (Q6_K) are one plane. Three vectors hold 8 pairs of columns: two pairs in the lower 12 bits of each
 vector, as above. The last two pairs are split: their lower 4 bits are the upper 4 bits of the first and of the second
