@@ -2,6 +2,7 @@
 
 import shutil
 import textwrap
+from contextlib import suppress
 from typing import TextIO
 
 from engine.protocol.events import (
@@ -86,12 +87,14 @@ def figures(end: Finished) -> str:
 
 
 def say(messages: TextIO, *sentences: str) -> None:
-    """Writes one line that begins with the program's name. On a terminal, it is broken between words."""
+    """Writes one line that begins with the program's name. On a terminal, it is broken between words. Where nothing can
+    be written, as on a full disk, the program goes on."""
     text = " ".join(("orin-chat:", *(one_line(text) for text in sentences if text)))
     if messages.isatty():
         columns = shutil.get_terminal_size().columns
         text = textwrap.fill(text, columns, break_long_words=False, break_on_hyphens=False)
-    print(text, file=messages, flush=True)
+    with suppress(OSError):
+        print(text, file=messages, flush=True)
 
 
 class ProgressLine:

@@ -1,6 +1,7 @@
 """What the server prints: where it listens, and a line for each request that has ended. Never a prompt or an answer."""
 
 import sys
+from contextlib import suppress
 
 from msgspec.structs import replace
 
@@ -30,8 +31,11 @@ class Lines:
             self._output.say(f"listening on {self._address}")
 
     def handled(self, request: Handled) -> None:
+        """Requests are also answered while the disk is full to which standard output goes, or when its reader has
+        gone."""
         how = figures(request.finished) if request.finished else request.problem
         note = f" ({request.note})" if request.note else ""
         model = f" {request.model}" if request.model else ""
         line = f"{request.time} {request.client} {request.path}{model} {request.status}: {how}{note}"
-        print(one_line(line), flush=True)
+        with suppress(OSError):
+            print(one_line(line), flush=True)

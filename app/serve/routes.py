@@ -4,6 +4,7 @@ import re
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -240,7 +241,10 @@ def _guarded(endpoint: Endpoint) -> Endpoint:
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE)
         except Exception as error:
-            print(*traceback.format_tb(error.__traceback__), type(error).__name__, sep="", file=sys.stderr)
+            with suppress(OSError):  # the disk of a log may be full
+                print(
+                    *traceback.format_tb(error.__traceback__), type(error).__name__, sep="", file=sys.stderr
+                )
             failed = ApiError(500, "The server failed.", "server_error")
             return error_response(failed, request.url.path)
 

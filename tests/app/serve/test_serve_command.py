@@ -1,6 +1,8 @@
 """The command serve: its options, what it refuses, and the models that it is given."""
 
 import asyncio
+import errno
+import io
 import json
 import signal
 import subprocess
@@ -10,10 +12,12 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from app.serve.lines import Lines
 from app.serve.server import listen
 from engine.errors import UsageError
-from tests.app.fake_engine import FakeEngine
+from tests.app.fake_engine import READY, FakeEngine
 from tests.paths import ROOT
+from widgets.dashboard.request_list import Handled
 
 
 def test_a_port_that_is_taken():
@@ -21,6 +25,22 @@ def test_a_port_that_is_taken():
         listen("127.0.0.1", sock.getsockname()[1])
     with pytest.raises(UsageError, match="cannot listen on no"):
         listen("no.such.host.invalid", 0)
+
+
+class Full(io.StringIO):
+    """A file on a full disk."""
+
+    def flush(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_requests_are_answered_while_the_disk_of_the_log_is_full(monkeypatch):
+    """All of them failed with status 500."""
+    monkeypatch.setattr(sys, "stdout", Full())
+    monkeypatch.setattr(sys, "stderr", Full())
+    lines = Lines("http://127.0.0.1:8080/v1")
+    lines.handled(Handled("12:00:00", "127.0.0.1", "/v1/models", 200, problem="bad"))
+    lines.show(READY)
 
 
 def test_the_command(model_path):
