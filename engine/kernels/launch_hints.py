@@ -12,6 +12,8 @@ from tinygrad.uop.ops import KernelInfo, Ops
 
 Release = Literal["at its end", "after its wait", "before its first barrier"]
 """When a kernel lets the next one start, whose blocks then take the place that is left."""
+Together = Literal["", "weights", "all"]
+"""Which of a kernel's loads are all under way before it computes."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,10 @@ class LaunchHints:
     older. Without names it waits before everything else. `releases`: when the next kernel may start
     (`engine.fixes.early_launch`). `loads_first`: the names of buffers that it loads before it waits, though it needs
     them late: the kernel before does not write them, and had waited itself when it let this one start. `streams`: those
-    of buffers that it only reads, each element once (`engine.fixes.streamed_loads`). `loads_together`: whether all
-    that it loads beside its weights is under way before it computes (`engine.fixes.load_order`). `idle_ends`: whether
-    threads that store nothing end where they last meet (`engine.fixes.idle_threads`)."""
+    of buffers that it only reads, each element once (`engine.fixes.streamed_loads`). `loads_together`: which
+    loads, of its weights or of these and all beside them, are under way before it computes
+    (`engine.fixes.load_order`). `idle_ends`: whether threads that store nothing end where they last meet
+    (`engine.fixes.idle_threads`)."""
 
     min_blocks: int = 0
     shared_bytes: int = 0
@@ -35,7 +38,7 @@ class LaunchHints:
     releases: Release = "at its end"
     loads_first: tuple[str, ...] = ()
     streams: tuple[str, ...] = ()
-    loads_together: bool = False
+    loads_together: Together = ""
     idle_ends: bool = False
 
 

@@ -319,7 +319,7 @@ def search_event(
     held += ", its end too" * s.early_end
     held += f", the next kernel {s.releases}" if s.releases != usual_release(s.early) else ""
     held += f", {s.brings} MB of the next weights" if s.brings else ""
-    held += ", loads together" * s.together
+    held += f", {s.together} loads together" if s.together else ""
     return Search(
         what=f"{product.name} {product.stack.name}",
         choice=f"{s.threads} threads x {s.groups} rows, {s.rows} each{held}",

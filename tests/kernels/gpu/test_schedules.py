@@ -106,7 +106,13 @@ def test_a_search_tries_how_a_product_is_launched():
     for s in (Schedule(48, 4, 4), early(48, 4, 4), early(48, 4, 4, releases=WAITED, early_end=True)):
         near = schedules.neighbours(stack, s, chip)
         ways = [{"releases": release} for release in (END, WAITED, MET) if release != s.releases]
-        ways += [{"early_end": not s.early_end}, {"streams": True}, {"together": True}, {"brings": 4}]
+        ways += [
+            {"early_end": not s.early_end},
+            {"streams": True},
+            {"together": "weights"},
+            {"together": "all"},
+            {"brings": 4},
+        ]
         first, others = near[: len(ways)], near[len(ways) :]
         assert first == [replace(s, **way) for way in ways]
         assert others and all(launched(s) == launched(other) for other in others)
@@ -162,7 +168,7 @@ def test_integers_take_their_vector_in_digits_where_that_was_timed():
     timed, other = (StackedMatrices.single(WeightLayout(12), rows, 5120) for rows in (34816, 24576))
     h200 = Chip("sm_90", 132, launches_early=True)
     digits = schedules.with_digits(timed, h200)
-    assert digits.digits and matvec_schedule(digits, h200) == early(40, 4, 4)
+    assert digits.digits and matvec_schedule(digits, h200) == early(80, 2, 4, together="all")
     for stack, chip in (
         (other, h200),
         (timed, Chip("sm_90", 114, launches_early=True)),

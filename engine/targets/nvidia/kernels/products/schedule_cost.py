@@ -93,7 +93,7 @@ def microseconds(stack: StackedMatrices, s: Schedule, chip: Chip) -> float:
         of_block *= 1 + _EARLY_FLOATS
     latency = steps * _waits(stack, s) * _LATENCY_US * rates.latency_us / H200.latency_us
     of_unit = _DIGIT_INSTRUCTIONS if stack.digits else _UNIT_INSTRUCTIONS
-    together = chunks(stack, s)
+    together = chunks(stack, s) if s.early else 1  # others had one when the numbers were fitted
     sums = s.threads / together + together if together > 1 else s.threads
     instructions = steps * s.rows * of_unit + sums * _SUM_INSTRUCTIONS
     in_a_us = _SCHEDULERS * _GHZ * 1e3 * rates.weights_per_ns / H200.weights_per_ns

@@ -20,7 +20,7 @@ from engine.cache.disk_cache import disk_cache, lasting_cache, source_digest
 from engine.cache.start_trial import start_trials
 from engine.devices.device_name import device_name
 from engine.formats.quantization import Format
-from engine.kernels.launch_hints import Release
+from engine.kernels.launch_hints import Release, Together
 from engine.targets.nvidia.kernels.device import REGISTERS, Chip, capability, chip
 from engine.targets.nvidia.kernels.products import digit_rows
 from engine.targets.nvidia.kernels.products.schedule_cost import (
@@ -120,10 +120,10 @@ def _measured(shipped: _Shipped, stack: StackedMatrices) -> Schedule | None:
     numbers = shipped.early.get(name) or shipped.products.get(name)
     if not numbers:
         return None
-    lists = shipped.early, shipped.early_ends, shipped.streams, shipped.together
-    is_early, early_end, streams, together = (name in s for s in lists)
+    is_early, early_end, streams = (name in s for s in (shipped.early, shipped.early_ends, shipped.streams))
     releases = shipped.releases.get(name, usual_release(is_early))
-    return Schedule(*numbers, is_early, releases, early_end, shipped.brings.get(name, 0), streams, together)
+    brings, together = shipped.brings.get(name, 0), shipped.together.get(name, "")
+    return Schedule(*numbers, is_early, releases, early_end, brings, streams, together)
 
 
 def _for_the_next(s: Schedule, stack: StackedMatrices, place: Place) -> Schedule:
@@ -209,19 +209,19 @@ class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Shipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file of tuned schedules: where they come from, the multiprocessors of that GPU, and for each
     `StackedMatrices.name` threads, groups, rows and blocks. Those of `early` are `Schedule.early`; `releases`,
-    `brings`, and the names in `early_ends`, `streams` and `together` are those fields of a `Schedule`, where they are
-    not the usual ones."""
+    `brings` and `together`, and the names in `early_ends` and `streams` are those fields of a `Schedule`, where they
+    are not the usual ones."""
 
     origin: str = "a guess"
     multiprocessors: int = 0
     early_ends: frozenset[str] = frozenset()
     streams: frozenset[str] = frozenset()
-    together: frozenset[str] = frozenset()
     rule: _Rule = _Rule()
     products: dict[str, _Numbers] = {}
     early: dict[str, _Numbers] = {}
     releases: dict[str, Release] = {}
     brings: dict[str, int] = {}
+    together: dict[str, Together] = {}
 
 
 @functools.cache
@@ -268,7 +268,7 @@ def neighbours(stack: StackedMatrices, s: Schedule, chip: Chip = _UNKNOWN) -> li
     if chip.launches_early:
         others += [replace(s, releases=release) for release in get_args(Release)]
         others += [replace(s, early_end=not s.early_end), replace(s, streams=not s.streams)]
-        others += [replace(s, together=not s.together)]
+        others += [replace(s, together=together) for together in get_args(Together)]
         others += [replace(s, brings=n) for n in _BROUGHT]
     near = ((_distance(other, s), other) for other in others if other != s)
     size = s.threads * s.groups, s.block_rows

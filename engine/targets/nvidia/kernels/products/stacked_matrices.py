@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.kernels.launch_hints import Release
+from engine.kernels.launch_hints import Release, Together
 from engine.targets.nvidia.kernels.products import digit_rows
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
 from engine.targets.nvidia.kernels.weights.matrix_bytes import units_of
@@ -32,8 +32,8 @@ class Schedule:
     `early`: whether it loads weights before it waits for the kernel before, `early_end`: whether what its end adds to
     them. `releases`: when the next kernel may start (`engine.fixes.early_launch`). `brings`: how many megabytes of the
     next product's weights it brings to the L2 cache, from its beginning on, or once it has chosen these. `streams`:
-    whether its weights are the first to leave the caches (`engine.fixes.streamed_loads`). `together`: whether its first
-    loads are all under way before it computes (`engine.fixes.load_order`)."""
+    whether its weights are the first to leave the caches (`engine.fixes.streamed_loads`). `together`: which of its
+    first loads are all under way before it computes (`engine.fixes.load_order`)."""
 
     threads: int
     groups: int
@@ -44,7 +44,7 @@ class Schedule:
     early_end: bool = False
     brings: int = 0
     streams: bool = False
-    together: bool = False
+    together: Together = ""
 
     @property
     def block_rows(self) -> int:
@@ -62,7 +62,7 @@ class Schedule:
             _RELEASES[self.releases] * (self.releases != usual_release(self.early)) + "_end" * self.early_end
         )
         name += f"_brings_{self.brings}" * bool(self.brings) + "_streams" * self.streams
-        name += "_together" * self.together
+        name += f"_{self.together}_together" if self.together else ""
         return f"{name}_{self.blocks}_blocks" if self.blocks else name
 
     def blocks_of(self, rows: int) -> int:
