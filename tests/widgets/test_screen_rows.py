@@ -45,6 +45,13 @@ def test_an_unchanged_row_is_not_written_and_of_another_only_what_differs():
     assert 0 < len(written) < 20 and "row" not in written
 
 
+def test_what_follows_joined_characters_is_written_where_it_stands():
+    terminal, joined = Terminal(), "👩\u200d🚀❤\ufe0f👍🏽"
+    first = terminal.show([strip(f"{joined} a")])
+    assert all(f"\x1b[{column}G" in first for column in (3, 5, 7)), "terminals do not agree on their widths"
+    assert terminal.show([strip(f"{joined} b")]).startswith("\x1b[1;8H")
+
+
 def test_rows_that_move_up_are_scrolled_by_the_terminal():
     terminal = Terminal()
     terminal.show([strip(f"row {y} of many") for y in range(HEIGHT)])

@@ -3,7 +3,7 @@
 Textual writes all of a widget that has changed: of a growing reply, the whole transcript.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -13,8 +13,11 @@ from textual.strip import Strip
 _MOST_SHIFT = 8
 """Rows that a text may have moved up by, to be scrolled by the terminal."""
 _FEWEST_ROWS = 4
+_JOINER = "\u200d"
 _Row = tuple[list[Segment], "list[_Cell]"]
-_Cell = tuple[str, str] | None  # a character and its style; None: the second half of a wide one
+_Cell = (
+    tuple[str, str] | None
+)  # a character, with what joins it, and its style; None: what else a wide one takes
 
 
 class ScreenRows:
@@ -39,8 +42,8 @@ class ScreenRows:
             self._rows[y] = segments, cells
             first, last = _difference(before, cells)
             if first < last:
-                part = Strip(segments).crop(first, last)
-                written += f"\x1b[{y + 1};{first + 1}H{part.render(console)}"
+                written += f"\x1b[{y + 1};{first + 1}H"
+                written += _anchored(Strip(segments), cells, first, last, console)
         return written
 
     def _scrolled(self, new: dict[int, _Row]) -> str:
@@ -85,13 +88,36 @@ def _cells(segments: list[Segment], console: Console) -> list[_Cell]:
         if text.isascii():
             cells += [(character, look) for character in text]
             continue
-        for character in text:
-            width = cell_len(character)
-            if width == 0 and cells and cells[-1] is not None:  # it belongs to the one before
-                cells[-1] = cells[-1][0] + character, look
-            else:
-                cells += [(character, look), *[None] * (width - 1)]
+        for cluster in _clusters(text):
+            if width := cell_len(cluster):
+                cells += [(cluster, look), *[None] * (width - 1)]
     return cells
+
+
+def _clusters(text: str) -> Iterator[str]:
+    """The characters of a text, each with what joins it."""
+    cluster = ""
+    for character in text:
+        if cluster and not cluster.endswith(_JOINER) and cell_len(character):
+            yield cluster
+            cluster = ""
+        cluster += character
+    yield cluster
+
+
+def _anchored(row: Strip, cells: list[_Cell], first: int, last: int, console: Console) -> str:
+    """The cells of a row from `first` on, up to `last`, for a cursor that is there. After a character of several code
+    points, such as an emoji of a family, the cursor is told where to go on: terminals do not agree on its width."""
+    ends = [
+        next((end for end in range(begin + 1, last) if cells[end] is not None), last)
+        for begin in range(first, last)
+        if (cell := cells[begin]) is not None and len(cell[0]) > 1
+    ]
+    written, begin = "", first
+    for end in dict.fromkeys((*ends, last)):
+        written += (f"\x1b[{begin + 1}G" if begin > first else "") + row.crop(begin, end).render(console)
+        begin = end
+    return written
 
 
 def _difference(before: list[_Cell], after: list[_Cell]) -> tuple[int, int]:
