@@ -12,14 +12,15 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
 from engine.cache.disk_cache import DiskCache
-from engine.errors import OrinError
+from engine.errors import CompilerHangsError, DeviceHangsError, OrinError
 
 MAX_STARTS = 3  # a start may also be ended by its user
 _TABLE = "results on trial"
 
 
 class StartTrials:
-    """The results of searches that are on trial, by keys. There is one for a process (`start_trials`)."""
+    """The results of searches that are on trial, by keys. A key has the result in it, so that what another process
+    finds for the same is on trial for itself. There is one for a process (`start_trials`)."""
 
     def __init__(self) -> None:
         self._own: set[Hashable] = set()  # what was found in this process, which thus proves nothing
@@ -36,16 +37,20 @@ class StartTrials:
         if key not in self._own:
             cache.put(_TABLE, key, 0)
 
-    def may_use(self, cache: DiskCache, key: Hashable) -> bool:
-        """Whether this start may use a result. False once for one that failed; the caller then deletes it."""
+    def may_use(self, cache: DiskCache, key: Hashable, drop: Callable[[], object]) -> bool:
+        """Whether this start may use a result. For one that failed `drop` is called, once. One whose start cannot be
+        counted, since the disk is full, is not used either: it could fail each time."""
         starts: int | None = cache.get(_TABLE, key)
         if starts is None or key in self._own or key in self._used:
             return True
         if starts >= MAX_STARTS:
+            drop()
             cache.delete(_TABLE, key)
             self.dropped += 1
             return False
         cache.put(_TABLE, key, starts + 1)
+        if cache.get(_TABLE, key) == starts:
+            return False
         self._used[key] = cache
         return True
 
@@ -58,19 +63,23 @@ class StartTrials:
     @contextmanager
     def start(self, restart: Callable[[], object]) -> Iterator[None]:
         """Loads a model in its body. If that fails, results on trial are not used again, and `restart` begins anew
-        without them. What the user can mend (OrinError) is not their fault."""
+        without them. What the user can mend (OrinError) is not their fault, but what hangs may be."""
         try:
             yield
-        except OrinError:
-            for key, cache in self._used.items():
-                if starts := cache.get(_TABLE, key):  # else another start has proved it meanwhile
-                    cache.put(_TABLE, key, starts - 1)
-            raise
-        except Exception:
+        except Exception as error:
+            if isinstance(error, OrinError) and not isinstance(error, (CompilerHangsError, DeviceHangsError)):
+                self._take_back()
+                raise
             if self.failed():
                 traceback.print_exc()
                 restart()
             raise
+
+    def _take_back(self) -> None:
+        """Counts this start no longer."""
+        for key, cache in self._used.items():
+            if starts := cache.get(_TABLE, key):  # else another start has proved it meanwhile
+                cache.put(_TABLE, key, starts - 1)
 
     def failed(self) -> bool:
         """This start failed, so that results on trial are not used again. False if it used none."""

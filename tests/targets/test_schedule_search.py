@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -148,6 +148,18 @@ def test_what_was_found_with_other_kernels_is_used_and_searched_first(monkeypatc
     order = dict.fromkeys((said[3].what, said[3].outdated) for said in told)
     assert [*order] == [("down Q6_K 2048x2048", True), ("down Q6_K 4096x2048", False)]
     assert schedules.search_result(product(rows=2048).stack) == (FASTEST, 16, False)
+
+
+def test_what_another_process_found_meanwhile_is_not_proved_by_a_start(monkeypatch):
+    stack, (start, other, later) = product().stack, (StartTrials() for _ in range(3))
+    run(FakeRunner(product()))
+    monkeypatch.setattr(schedules, "start_trials", start)
+    assert schedules.search_result(stack)
+    monkeypatch.setattr(schedules, "start_trials", other)
+    schedules.save_search_result(stack, replace(FASTEST, rows=1), 16)
+    start.proved()
+    monkeypatch.setattr(schedules, "start_trials", later)
+    assert schedules.search_result(stack) and later.failed()
 
 
 def test_what_a_version_with_other_schedules_has_kept_counts_for_nothing():

@@ -345,18 +345,17 @@ def search_result(stack: StackedMatrices) -> Found | None:
     if len(numbers) != len(fields(Schedule)):  # of a version whose schedules were others
         return None
     if started_with != kernels:
-        start_trials.begin_again(cache, key)
+        start_trials.begin_again(cache, (key, numbers))
         cache.put("tuned", key, (numbers, width, measured_with, kernels))
-    if not start_trials.may_use(cache, key):
-        cache.delete("tuned", key)
+    if not start_trials.may_use(cache, (key, numbers), lambda: cache.delete("tuned", key)):
         return None
     return Found(Schedule(*numbers), width, measured_with != kernels)
 
 
 def save_search_result(stack: StackedMatrices, schedule: Schedule, width: int) -> None:
-    cache, key = lasting_cache(), _key(stack)
-    start_trials.begin(cache, key)
-    cache.put("tuned", key, (astuple(schedule), width, _kernels(), _kernels()))
+    cache, key, numbers = lasting_cache(), _key(stack), astuple(schedule)
+    start_trials.begin(cache, (key, numbers))
+    cache.put("tuned", key, (numbers, width, _kernels(), _kernels()))
 
 
 def _key(stack: StackedMatrices) -> tuple[str, ...]:
