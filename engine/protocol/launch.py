@@ -1,19 +1,25 @@
 """Starts engine processes: also one before there is a client for it, since the process imports what it needs while this
-one does."""
+one does. That one is forked where it can be: it has what this one has imported so far, and Python itself."""
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, NamedTuple
 
-from engine.system.child_process import kill, module_command, module_environment
+from engine.system.child_process import module_command, module_environment
+from engine.system.forked_module import fork_module, may_fork
 from engine.system.logs import log_bytes, log_path, open_log
 
-WORKER = module_command("engine.protocol.worker")
+_MODULE = "engine.protocol.worker"
+WORKER = module_command(_MODULE)
 ENGINE_LOG = "engine"
+_ALSO = {"OPENBLAS_NUM_THREADS": "1"}
+"""It has no threads of numpy's BLAS, which wait by spinning: the engine has threads of its own."""
 
 
 class Launched(NamedTuple):
@@ -21,7 +27,9 @@ class Launched(NamedTuple):
 
     command: Sequence[str]
     environment: Mapping[str, str]
-    child: subprocess.Popen[bytes]
+    pid: int
+    wait: Callable[[], int]
+    """Returns when it has ended, with its exit status."""
     client_end: socket.socket
     log_start: int
     """How long the log was when it started, in bytes."""
@@ -37,8 +45,12 @@ def launch() -> None:
     client_end, worker_end = socket.socketpair()
     # What fails here fails again when the engine is needed, and is reported then.
     with suppress(OSError), worker_end, open_log(path) as log:
-        child = start_child(WORKER, environment, worker_end, log)
-        _launched.append(Launched(WORKER, environment, child, client_end, log_start))
+        if may_fork():
+            pid, wait = fork_module(_MODULE, {**_ALSO, **environment}, worker_end.fileno(), log.fileno())
+        else:
+            child = start_child(WORKER, environment, worker_end, log)
+            pid, wait = child.pid, child.wait
+        _launched.append(Launched(WORKER, environment, pid, wait, client_end, log_start))
 
 
 def take_launched(command: Sequence[str], environment: Mapping[str, str]) -> Launched | None:
@@ -54,14 +66,15 @@ def end_launched() -> None:
     while _launched:
         launched = _launched.pop()
         launched.client_end.close()
-        kill(launched.child)
+        os.kill(launched.pid, signal.SIGKILL)
+        launched.wait()
 
 
 def start_child(
     command: Sequence[str], environment: Mapping[str, str], worker_end: socket.socket, log: IO[bytes]
 ) -> subprocess.Popen[bytes]:
     """Starts `command` with the file descriptor of `worker_end` as last argument, as the leader of a session. Raises
-    OSError. It has no threads of numpy's BLAS, which wait by spinning: the engine has threads of its own."""
+    OSError."""
     return subprocess.Popen(
         [*command, str(worker_end.fileno())],
         pass_fds=(worker_end.fileno(),),
@@ -69,5 +82,5 @@ def start_child(
         stdout=log,
         stderr=log,
         start_new_session=True,
-        env={"OPENBLAS_NUM_THREADS": "1", **environment},
+        env={**_ALSO, **environment},
     )

@@ -64,7 +64,7 @@ class EngineProcess(asyncio.Protocol):
         if launched := take_launched(command, environment):
             self = cls(log_path, receive, launched.log_start)
             await self._connect(launched.client_end)
-            self._follow(_Process(launched.child.pid, launched.child.wait))
+            self._follow(_Process(launched.pid, launched.wait))
             return self
         client_end, worker_end = socket.socketpair()
         with worker_end, open_log(log_path) as log:

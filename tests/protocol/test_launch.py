@@ -1,10 +1,13 @@
 """An engine's process that is launched before there is an engine for it."""
 
 import os
+import socket
+import sys
+import threading
 
 import pytest
 
-from engine.protocol import launch
+from engine.protocol import launch, worker
 from engine.protocol.client import LocalEngine
 from engine.protocol.events import EngineOptions, Ready
 from tests import synthetic
@@ -20,9 +23,26 @@ def engine(engines, monkeypatch):
     launch.end_launched()
 
 
-async def test_an_engine_takes_the_process(engine):
+def serve_in_fork() -> None:
+    """As the process of an engine that was forked: it has its socket, and of this process no file."""
+    descriptor = int(sys.argv[-1])
+    for other in range(3, 64):
+        if other != descriptor:
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(other)
+    assert os.getsid(0) == os.getpid() and os.environ["OPENBLAS_NUM_THREADS"] == "1"
+    behaviour = synthetic.Behaviour(load_s=0.0)
+    worker.serve(
+        socket.socket(fileno=descriptor), lambda _, report: synthetic.SyntheticModel(behaviour, report)
+    )
+
+
+async def test_an_engine_takes_the_process(engine, monkeypatch):
+    monkeypatch.setattr(launch, "may_fork", lambda: True)
+    monkeypatch.setattr(launch, "_MODULE", synthetic.__name__)
+    monkeypatch.setattr(synthetic, "main", serve_in_fork)
     launch.launch()
-    pid = launch._launched[0].child.pid
+    pid = launch._launched[0].pid
     assert isinstance((await collect(engine.start()))[-1], Ready)
     assert engine.pid == pid
     await engine.close()
@@ -32,8 +52,13 @@ async def test_an_engine_takes_the_process(engine):
 
 
 async def test_one_in_another_environment_ends(engine, monkeypatch):
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()  # so this process must not fork
     launch.launch()
-    pid = launch._launched[0].child.pid
+    end.set()
+    thread.join()
+    pid = launch._launched[0].pid
     monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
     assert isinstance((await collect(engine.start()))[-1], Ready)
     assert engine.pid != pid and not running(pid)
