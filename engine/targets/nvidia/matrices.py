@@ -95,7 +95,8 @@ class Product:
         self.stack: StackedMatrices = in_digits(
             StackedMatrices(
                 shapes, first.cols, self.experts, shared, beside and replace(beside, digits=False)
-            )
+            ),
+            self.place,
         )
         self.planes = [plane for matrix in self.all_matrices for plane in matrix.planes]
         self.schedule = best_schedule(self.stack, self.place)

@@ -177,6 +177,27 @@ def test_integers_take_their_vector_in_digits_where_that_was_timed():
         assert schedules.with_digits(stack, chip) == stack
 
 
+def test_gate_and_up_of_many_integers_come_in_digits_with_all_loads_together():
+    h200, place = Chip("sm_90", 132, launches_early=True), "gate and up"
+    large, small = (StackedMatrices.single(WeightLayout(12), rows, 3072) for rows in (46080, 8192))
+    digits = schedules.with_digits(large, h200, place)
+    assert digits.digits and matvec_schedule(digits, h200, place).together == "all"
+    others = [small, StackedMatrices.single(WeightLayout(3), 46080, 3072)]  # Q4_1 was not timed
+    assert all(schedules.with_digits(stack, h200, place) == stack for stack in others)
+    for chip, at in ((h200, "down"), (replace(h200, multiprocessors=114), place)):
+        assert schedules.with_digits(large, chip, at) == large
+
+
+def test_down_in_six_bits_has_all_loads_together_where_nobody_timed_it():
+    h200 = Chip("sm_90", 132, launches_early=True)
+    down, other, timed = (
+        StackedMatrices.single(WeightLayout(kind), rows, cols)
+        for kind, rows, cols in ((14, 5120, 14336), (13, 5120, 14336), (14, 2560, 9728))
+    )
+    assert [matvec_schedule(s, h200, "down").together for s in (down, other, timed)] == ["all", "", ""]
+    assert matvec_schedule(down, h200).together == ""
+
+
 def test_what_nobody_timed_does_for_the_next_product_what_gained_with_all_models():
     chip, kinds = Chip("sm_00", 132, launches_early=True), [WeightLayout(n) for n in (12, 8, 1)]
     gates, outs = ([StackedMatrices.single(k, rows, 3072) for k in kinds] for rows in (46080, 3072))

@@ -57,6 +57,7 @@ _SURE = 1.05  # how much more time the model must see in a schedule to take anot
 _MAX_IDLE = 0.07  # of the units: those that threads have beyond a row's end
 # Of experts in a product whose vectors come in digits: with 12.6 million they gained nothing.
 _MANY_WEIGHTS = 16e6
+_MANY_INTEGERS = 27e6  # of gate and up in Q4_K: the smallest that were timed had 27.5 million
 _BROUGHT = (0, 4)  # megabytes of the next product's weights, to try (measured: with 2 to 6 about the same)
 _RESIDENT_THREADS = (640, 1024)  # on a multiprocessor, to try beside the compiler's choice
 _BROUGHT_BY_OUTPUT = 2  # megabytes of gate and up, where these have fewer than 8 bits
@@ -72,21 +73,23 @@ def best_schedule(stack: StackedMatrices, place: Place = "") -> Schedule:
     return matvec_schedule(stack, chip(), place)
 
 
-def in_digits(stack: StackedMatrices) -> StackedMatrices:
+def in_digits(stack: StackedMatrices, place: Place = "") -> StackedMatrices:
     """The product on the default device, whose vector comes in digits where that takes less time by the model."""
-    return with_digits(stack, chip())
+    return with_digits(stack, chip(), place)
 
 
-def with_digits(stack: StackedMatrices, chip: Chip) -> StackedMatrices:
-    """As `in_digits`, on a GPU that launches kernels early, where it was timed. Of experts, those of many weights: the
-    model does not know these."""
+def with_digits(stack: StackedMatrices, chip: Chip, place: Place = "") -> StackedMatrices:
+    """As `in_digits`, on a GPU that launches kernels early, where it was timed. Of experts, those of many weights, and
+    of integers, gate and up of many weights in Q4_K: the model does not know these."""
     if not (chip.launches_early and stack.fits_digits):
         return stack
     ((layout, rows),) = stack.matrices
     divided, shipped = replace(stack, digits=True), _shipped(chip.capability)
     if digit_rows.has_integers(layout):  # where it was timed
+        is_large = layout.name == "Q4_K" and rows * stack.cols >= _MANY_INTEGERS
+        gains = place == "gate and up" and is_large and not _measured(shipped, stack)
         is_like = chip.multiprocessors == shipped.multiprocessors
-        return divided if is_like and _measured(shipped, divided) else stack
+        return divided if is_like and (gains or _measured(shipped, divided)) else stack
     if stack.experts:
         return divided if stack.experts.used * rows * stack.cols >= _MANY_WEIGHTS else stack
     if layout.is_e2m1:  # not timed
@@ -127,13 +130,18 @@ def _measured(shipped: _Shipped, stack: StackedMatrices) -> Schedule | None:
 
 
 def _for_the_next(s: Schedule, stack: StackedMatrices, place: Place) -> Schedule:
-    """The schedule with what it does for the next product: in steps of seven models on an H200, gate and up that let
-    down start gained 0.8 % in the mean (-0.3 to 2.4), and output products that bring the beginning of gate and up 1
-    (0.1 to 3), but lost 0.4 where weights have 8 bits. Of three models of floats, those that let the next start at the
-    ends of attention and of the feed-forward layer gained 0.5 % (0 to 1.3). All else gained with some models what it
-    lost with others."""
-    if stack.digits:  # not timed
-        return s
+    """The schedule with what it does for the next product: in steps of seven models on an H200, gate and up that
+    let down start gained 0.8 % in the mean (-0.3 to 2.4), and output products that bring the beginning of gate and
+    up 1 (0.1 to 3), but lost 0.4 where weights have 8 bits. Of three models of floats, those that let the next
+    start at the ends of attention and of the feed-forward layer gained 0.5 % (0 to 1.3). Two products also have all
+    their loads under way before they compute: gate and up in Q4_K, whose vector then comes in digits, which gained
+    2.1 % of the steps of three models (1.8 to 2.3), and down in Q6_K, 1.0 to 2.4 % of three and 13.6 of a fourth.
+    All else gained with some models what it lost with others."""
+    if stack.digits:
+        is_held = place == "gate and up" and digit_rows.has_integers(stack.matrices[0][0])
+        return replace(s, together="all") if is_held else s  # others were not timed
+    if place == "down" and s.early and all(layout.name == "Q6_K" for layout, _ in stack.matrices):
+        return replace(s, together="all")
     if floats := sum(layout.format is None for layout, _ in stack.matrices):
         is_end = place in ("attention's output", "down") and floats == len(stack.matrices)
         return replace(s, releases="after its wait") if is_end else s
