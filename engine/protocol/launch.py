@@ -16,6 +16,7 @@ from engine.system.forked_module import fork_module, may_fork
 from engine.system.logs import log_bytes, log_path, open_log
 
 _MODULE = "engine.protocol.worker"
+_NAME = "orin-chat engine"
 WORKER = module_command(_MODULE)
 ENGINE_LOG = "engine"
 _ALSO = {"OPENBLAS_NUM_THREADS": "1"}
@@ -46,7 +47,8 @@ def launch() -> None:
     # What fails here fails again when the engine is needed, and is reported then.
     with suppress(OSError), worker_end, open_log(path) as log:
         if may_fork():
-            pid, wait = fork_module(_MODULE, {**_ALSO, **environment}, worker_end.fileno(), log.fileno())
+            also = {**_ALSO, **environment}
+            pid, wait = fork_module(_NAME, _MODULE, also, worker_end.fileno(), log.fileno())
         else:
             child = start_child(WORKER, environment, worker_end, log)
             pid, wait = child.pid, child.wait

@@ -16,6 +16,7 @@ from engine.system.child_process import module_command
 
 _TASKS = Path("/proc/self/task")
 _DESCRIPTORS = Path("/proc/self/fd")
+_STATUS, _MEMORY = Path("/proc/self/stat"), Path("/proc/self/mem")
 
 
 def may_fork() -> bool:
@@ -28,17 +29,18 @@ def may_fork() -> bool:
 
 
 def fork_module(
-    module: str, environment: Mapping[str, str], descriptor: int, log: int
+    name: str, module: str, environment: Mapping[str, str], descriptor: int, log: int
 ) -> tuple[int, Callable[[], int]]:
     """Runs `main` of a module as `module_command(module, str(descriptor))` would in a session of its own: with this
-    environment, no open file but that descriptor, and its output in the file `log`. Returns the id of the process, and
+    environment, no open file but that descriptor, and its output in the file `log`. Lists of processes show `name` as
+    its command, not this process's arguments, which may be a prompt. Returns the id of the process, and
     what waits for its end and returns its exit status, negative for a signal. To be called while this process
     `may_fork`. Raises OSError."""
     sys.stdout.flush()
     if not (pid := os.fork()):
         # The callers' frames stay until the end, so that nothing of theirs is closed or freed meanwhile.
         try:
-            _become(module, environment, descriptor, log)
+            _become(name, module, environment, descriptor, log)
             threading._shutdown()  # type: ignore[attr-defined] # as Python ends: threads, then what is registered
             atexit._run_exitfuncs()
             os._exit(0)
@@ -49,7 +51,7 @@ def fork_module(
     return pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _become(module: str, environment: Mapping[str, str], descriptor: int, log: int) -> None:
+def _become(name: str, module: str, environment: Mapping[str, str], descriptor: int, log: int) -> None:
     os.setsid()
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -61,6 +63,15 @@ def _become(module: str, environment: Mapping[str, str], descriptor: int, log: i
     os.environ.clear()
     os.environ.update(environment)
     command = module_command(module, str(descriptor))
+    try:
+        _show_as(name)
+    except (
+        OSError,
+        ValueError,
+        IndexError,
+    ):  # a kernel that does not allow it: without a fork nothing is inherited
+        os.set_inheritable(descriptor, True)
+        os.execv(command[0], command)
     sys.orig_argv[:], sys.argv[:] = command, [module, str(descriptor)]
     # What `command` says by -P: of this process by its path, of its children by the variable, as they get its flags.
     os.environ["PYTHONSAFEPATH"] = "1"
@@ -68,3 +79,17 @@ def _become(module: str, environment: Mapping[str, str], descriptor: int, log: i
         sys.path[0] = environment["PYTHONPATH"].split(os.pathsep)[0]
     sys.modules["__main__"] = main = importlib.import_module(module)
     main.main()
+
+
+def _show_as(name: str) -> None:
+    """Writes `name` over the arguments with which this process started, as far as there is room. Raises OSError,
+    ValueError or IndexError if it cannot."""
+    numbers = (
+        _STATUS.read_text(errors="replace").rpartition(")")[2].split()
+    )  # from field 3 of proc_pid_stat(5)
+    start, end = int(numbers[48 - 3]), int(numbers[49 - 3])
+    if not 0 < start < end:
+        raise ValueError("The arguments are at no known place.")
+    with _MEMORY.open("r+b", buffering=0) as memory:
+        memory.seek(start)
+        memory.write(name.encode()[: end - start - 1].ljust(end - start, b"\0"))

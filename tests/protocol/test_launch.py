@@ -4,12 +4,14 @@ import os
 import socket
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from engine.protocol import launch, worker
 from engine.protocol.client import LocalEngine
 from engine.protocol.events import EngineOptions, Ready
+from engine.system import forked_module
 from tests import synthetic
 from tests.protocol.conftest import running
 from tests.protocol.test_client import collect
@@ -45,10 +47,25 @@ async def test_an_engine_takes_the_process(engine, monkeypatch):
     pid = launch._launched[0].pid
     assert isinstance((await collect(engine.start()))[-1], Ready)
     assert engine.pid == pid
+    command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    own = Path("/proc/self/cmdline").read_bytes()  # of the run of tests, which has no other room
+    assert command == b"orin-chat engine"[: len(own) - 1].ljust(len(own), b"\0")
     await engine.close()
     assert not running(pid)
     assert isinstance((await collect(engine.start()))[-1], Ready)
     assert engine.pid != pid
+
+
+async def test_one_that_cannot_hide_the_arguments_starts_as_others_do(engine, monkeypatch, tmp_path):
+    monkeypatch.setattr(launch, "may_fork", lambda: True)
+    monkeypatch.setattr(forked_module, "_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(forked_module, "module_command", lambda _, number: [*launch.WORKER, number])
+    launch.launch()
+    pid = launch._launched[0].pid
+    assert isinstance((await collect(engine.start()))[-1], Ready)
+    assert engine.pid == pid
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    assert command[: len(launch.WORKER)] == [part.encode() for part in launch.WORKER]
 
 
 async def test_one_in_another_environment_ends(engine, monkeypatch):
