@@ -6,6 +6,7 @@ import io
 import random
 
 import pyte
+from rich.cells import cell_len
 from rich.console import Console
 from rich.segment import Segment
 from rich.style import Style
@@ -46,10 +47,29 @@ def test_an_unchanged_row_is_not_written_and_of_another_only_what_differs():
 
 
 def test_what_follows_joined_characters_is_written_where_it_stands():
-    terminal, joined = Terminal(), "👩\u200d🚀❤\ufe0f👍🏽"
-    first = terminal.show([strip(f"{joined} a")])
-    assert all(f"\x1b[{column}G" in first for column in (3, 5, 7)), "terminals do not agree on their widths"
-    assert terminal.show([strip(f"{joined} b")]).startswith("\x1b[1;8H")
+    """Terminals do not agree on their widths."""
+    terminal = Terminal()
+    first = terminal.show([strip("👩\u200d🚀❤\ufe0f👍🏽e\u0301 a")])
+    assert first.startswith("\x1b[1;1H👩\u200d🚀\x1b[3G❤\ufe0f\x1b[5G👍🏽\x1b[7Ge\u0301\x1b[8G a")
+    assert terminal.show([strip("👩\u200d🚀❤\ufe0f👍🏽e\u0301 b")]) == "\x1b[1;9Hb"
+
+
+def test_a_flag_is_written_as_one():
+    """Its second letter alone would be shown as that letter, not as the end of a flag."""
+    terminal = Terminal()
+    assert terminal.show([strip("🇫🇷🇩")]).startswith("\x1b[1;1H🇫🇷\x1b[3G🇩\x1b[4G")
+    for flag in ("🇩🇪", "🇩🇰"):
+        assert terminal.show([strip(f"🇫🇷{flag}")]).startswith(f"\x1b[1;3H{flag}\x1b[5G")
+
+
+def test_what_joins_a_character_in_another_style_is_written_with_it():
+    terminal = Terminal()
+    for text, mark in (("e", "\u0301"), ("👩", "\u200d🚀"), ("日", "\u0308")):
+        for joined in (mark, mark + "\u0302"):
+            written = terminal.show(
+                [Strip([Segment(text), Segment(f"{joined}x", STYLES[0])]).adjust_cell_length(WIDTH)]
+            )
+            assert written.startswith(f"\x1b[1;1H{text}\x1b[31m{joined}\x1b[0m\x1b[{cell_len(text) + 1}G")
 
 
 def test_rows_that_move_up_are_scrolled_by_the_terminal():

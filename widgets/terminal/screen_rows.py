@@ -14,10 +14,10 @@ _MOST_SHIFT = 8
 """Rows that a text may have moved up by, to be scrolled by the terminal."""
 _FEWEST_ROWS = 4
 _JOINER = "\u200d"
+_FLAG_LETTERS = frozenset(map(chr, range(0x1F1E6, 0x1F200)))
 _Row = tuple[list[Segment], "list[_Cell]"]
-_Cell = (
-    tuple[str, str] | None
-)  # a character, with what joins it, and its style; None: what else a wide one takes
+_Cell = tuple[str, str] | None
+"""A character, with what joins it, and its style; None: what else a wide one takes."""
 
 
 class ScreenRows:
@@ -42,8 +42,7 @@ class ScreenRows:
             self._rows[y] = segments, cells
             first, last = _difference(before, cells)
             if first < last:
-                written += f"\x1b[{y + 1};{first + 1}H"
-                written += _anchored(Strip(segments), cells, first, last, console)
+                written += f"\x1b[{y + 1};{first + 1}H{_written(segments, first, last, console)}"
         return written
 
     def _scrolled(self, new: dict[int, _Row]) -> str:
@@ -91,33 +90,48 @@ def _cells(segments: list[Segment], console: Console) -> list[_Cell]:
         for cluster in _clusters(text):
             if width := cell_len(cluster):
                 cells += [(cluster, look), *[None] * (width - 1)]
+            else:  # it joins what stands before it in another style
+                place = next((place for place in range(len(cells) - 1, -1, -1) if cells[place]), 0)
+                if cells and (before := cells[place]):
+                    cells[place] = before[0] + cluster, before[1] + look
     return cells
 
 
 def _clusters(text: str) -> Iterator[str]:
-    """The characters of a text, each with what joins it."""
+    """The characters of a text, each with what joins it. The two letters of a flag are one."""
     cluster = ""
     for character in text:
-        if cluster and not cluster.endswith(_JOINER) and cell_len(character):
+        is_joined = cluster.endswith(_JOINER) or (character in _FLAG_LETTERS and cluster in _FLAG_LETTERS)
+        if cluster and not is_joined and cell_len(character):
             yield cluster
             cluster = ""
         cluster += character
     yield cluster
 
 
-def _anchored(row: Strip, cells: list[_Cell], first: int, last: int, console: Console) -> str:
+def _written(segments: list[Segment], first: int, last: int, console: Console) -> str:
     """The cells of a row from `first` on, up to `last`, for a cursor that is there. After a character of several code
-    points, such as an emoji of a family, the cursor is told where to go on: terminals do not agree on its width."""
-    ends = [
-        next((end for end in range(begin + 1, last) if cells[end] is not None), last)
-        for begin in range(first, last)
-        if (cell := cells[begin]) is not None and len(cell[0]) > 1
-    ]
-    written, begin = "", first
-    for end in dict.fromkeys((*ends, last)):
-        written += (f"\x1b[{begin + 1}G" if begin > first else "") + row.crop(begin, end).render(console)
-        begin = end
-    return written
+    points, such as an emoji of a family, the cursor is told where to go on: terminals do not agree on its width. (To
+    crop the row would tear such characters apart.)"""
+    parts, column = list[Segment](), 0
+    for text, style, control in segments:
+        if control:
+            continue
+        if text.isascii():
+            parts.append(Segment(text[max(0, first - column) : max(0, last - column)], style))
+            column += len(text)
+            continue
+        kept = ""
+        for cluster in _clusters(text):
+            width = cell_len(cluster)
+            if first <= column < last if width else first < column <= last:
+                kept += cluster
+                if len(cluster) > 1 or not width or cluster in _FLAG_LETTERS:
+                    parts += Segment(kept, style), Segment(f"\x1b[{column + width + 1}G")
+                    kept = ""
+            column += width
+        parts.append(Segment(kept, style))
+    return Strip(parts).render(console)
 
 
 def _difference(before: list[_Cell], after: list[_Cell]) -> tuple[int, int]:
