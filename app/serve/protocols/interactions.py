@@ -111,9 +111,12 @@ def remembered(known: Remembered, request: Request) -> Json:
     """An interaction as its client had it, and what it asked if that is wanted. Raises ApiError."""
     if request.query_params.get("stream") == "true":
         raise ApiError(400, "Only interactions in the background can be streamed later.")
-    interaction = {name: value for name, value in known.response.items() if name != _NEW}
+    interaction = dict(known.response)
+    n_new = interaction.pop(_NEW, None)
+    if n_new is None:
+        raise ApiError(404, "This is no interaction: GET /v1/responses/ID tells of a response.")
     if request.query_params.get("include_input") == "true":
-        interaction["input"] = _input(known.items[known.given - known.response[_NEW] : known.given])
+        interaction["input"] = _input(known.items[known.given - n_new : known.given])
     return interaction
 
 

@@ -160,6 +160,13 @@ async def test_what_was_asked_is_told_step_by_step(served):
     assert (await client.get(f"{PATH}/{second}?include_input=true")).json()["input"] == steps
 
 
+async def test_a_response_is_no_interaction(served):
+    client, _ = served(FakeEngine(reply("Hi")))
+    response = (await client.post("/v1/responses", json={"input": "Hello"})).json()["id"]
+    refused = await client.get(f"{PATH}/{response}?include_input=true")
+    assert refused.status_code == 404 and "/v1/responses/ID" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "fields",
     [
