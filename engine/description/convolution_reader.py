@@ -16,6 +16,8 @@ TOKENS_A_SIDE = 16
 _STAGES, _READ_STAGES = 4, (2, 3)
 _EPS = 1e-6
 _MOST_BLOCKS, _MOST_KERNEL, _MOST_CHANNELS = 1 << 9, 9, 1 << 14
+_MOST_ELEMENTS = 1 << 27
+"""Of what a step computes at once. Gemma 3n's largest has a third of them."""
 
 
 def read_net(reader: ProjectorReader, side: int) -> ConvolutionNet:
@@ -35,7 +37,7 @@ def read_net(reader: ProjectorReader, side: int) -> ConvolutionNet:
             widths.append(net.channels)
     if any(sides[0] % n for n in sides) or sides[0] % TOKENS_A_SIDE:
         raise damaged(reader.file.path, f"its pictures of {side} pixels a side become {sides} rows")
-    net.channels = sum(widths)
+    net.side, net.channels = sides[0], sum(widths)
     last = ImageBlock(
         (
             net.step("v.msfa.ffn.pw_exp.conv", "v.msfa.ffn.pw_exp.bn", activates=True),
@@ -83,7 +85,12 @@ class _Net:
         weight = Weight(tensor, rows, cols * kernel**2, type)
         bias = self._flat(f"{name}.bias", rows)
         self.side, self.channels = -(-self.side // stride), rows
+        self._check_size(self.side**2 * max(rows, cols * kernel**2), tensor)
         return ImageStep(weight, kernel, stride, deep, bias, self.norm(norm), activates)
+
+    def _check_size(self, elements: int, name: str) -> None:
+        if elements > _MOST_ELEMENTS:
+            raise damaged(self._reader.file.path, f"{name} would compute {elements:,} numbers at once")
 
     def norm(self, name: str) -> Norm | None:
         """Of all channels, if the file has it."""
@@ -125,6 +132,7 @@ class _Net:
             raise damaged(
                 self._reader.file.path, f"{prefix}attn has queries of {width} elements and keys of {head}"
             )
+        self._check_size(width // head * side**2 * self.side**2, f"{prefix}attn")  # of keys and values
         self.side, self.channels = side, width
         return ImageAttention(norm, q, k, v, self.step(f"{prefix}attn.output.proj", ""))
 

@@ -30,6 +30,8 @@ def window_sides(reader: ProjectorReader) -> tuple[int, int]:
     tokens, patches = reader.size("projector.query_side"), reader.size("projector.window_side")
     if patches % tokens:
         raise damaged(reader.file.path, f"{tokens} queries a side have windows of {patches} patches a side")
+    if (side := reader.size("image_size") // reader.size("patch_size")) % patches:
+        raise damaged(reader.file.path, f"{side} patches a side are no windows of {patches}")
     return tokens, patches // tokens
 
 

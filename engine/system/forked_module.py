@@ -33,9 +33,9 @@ def fork_module(
 ) -> tuple[int, Callable[[], int]]:
     """Runs `main` of a module as `module_command(module, str(descriptor))` would in a session of its own: with this
     environment, no open file but that descriptor, and its output in the file `log`. Lists of processes show `name` as
-    its command, not this process's arguments, which may be a prompt. Returns the id of the process, and
-    what waits for its end and returns its exit status, negative for a signal. To be called while this process
-    `may_fork`. Raises OSError."""
+    its command, not this process's arguments, which may be a prompt. Returns the id of the process, and what waits for
+    its end and returns its exit status, negative for a signal. To be called while this process `may_fork`. Raises
+    OSError."""
     sys.stdout.flush()
     if not (pid := os.fork()):
         # The callers' frames stay until the end, so that nothing of theirs is closed or freed meanwhile.
@@ -65,11 +65,8 @@ def _become(name: str, module: str, environment: Mapping[str, str], descriptor: 
     command = module_command(module, str(descriptor))
     try:
         _show_as(name)
-    except (
-        OSError,
-        ValueError,
-        IndexError,
-    ):  # a kernel that does not allow it: without a fork nothing is inherited
+    except (OSError, ValueError, IndexError):
+        # A kernel that does not allow it. What begins without a fork has arguments of its own.
         os.set_inheritable(descriptor, True)
         os.execv(command[0], command)
     sys.orig_argv[:], sys.argv[:] = command, [module, str(descriptor)]
@@ -84,10 +81,9 @@ def _become(name: str, module: str, environment: Mapping[str, str], descriptor: 
 def _show_as(name: str) -> None:
     """Writes `name` over the arguments with which this process started, as far as there is room. Raises OSError,
     ValueError or IndexError if it cannot."""
-    numbers = (
-        _STATUS.read_text(errors="replace").rpartition(")")[2].split()
-    )  # from field 3 of proc_pid_stat(5)
-    start, end = int(numbers[48 - 3]), int(numbers[49 - 3])
+    # Those after the name begin with the third (proc_pid_stat(5)).
+    fields = _STATUS.read_text(errors="replace").rpartition(")")[2].split()
+    start, end = int(fields[48 - 3]), int(fields[49 - 3])
     if not 0 < start < end:
         raise ValueError("The arguments are at no known place.")
     with _MEMORY.open("r+b", buffering=0) as memory:

@@ -124,14 +124,17 @@ def test_impossible_sizes_are_refused(key, value, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "key, value, sentence",
+    "kind, key, value, sentence",
     [
-        ("projector.scale_factor", 3, "3 patches a side become a token"),
-        ("wa_layer_indexes", 2, "wa_layer_indexes is no layer of 2"),
+        ("minicpmv4_6", "projector.scale_factor", 3, "3 patches a side become a token"),
+        ("minicpmv4_6", "wa_layer_indexes", 2, "wa_layer_indexes is no layer of 2"),
+        ("gemma3nv", "image_size", 1 << 17, r"conv_stem.conv.weight would compute 115,\d+,\d+,\d+ numbers"),
+        ("gemma3nv", "image_size", 1 << 12, "v.blk.2.2.attn would compute"),
+        ("granite4_vision", "projector.window_side", 6, "8 patches a side are no windows of 6"),
     ],
 )
-def test_a_reduction_that_cannot_be_is_named(key, value, sentence, tmp_path):
-    path = generated_encoder.write(tmp_path / "e.gguf", "minicpmv4_6")
+def test_what_cannot_be_computed_is_named(kind, key, value, sentence, tmp_path):
+    path = generated_encoder.write(tmp_path / "e.gguf", kind)
     reader = gguf.GGUFReader(path, "r+")
     field = reader.fields[f"clip.vision.{key}"]
     field.parts[field.data[0]][0] = value
