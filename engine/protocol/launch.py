@@ -68,7 +68,8 @@ def end_launched() -> None:
     while _launched:
         launched = _launched.pop()
         launched.client_end.close()
-        os.kill(launched.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(launched.pid, signal.SIGKILL)
         launched.wait()
 
 

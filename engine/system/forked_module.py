@@ -48,7 +48,14 @@ def fork_module(
             traceback.print_exc()
         finally:
             os._exit(1)
-    return pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return pid, lambda: _wait(pid)
+
+
+def _wait(pid: int) -> int:
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:  # it has ended, and how is not kept: who started this program ignores SIGCHLD
+        return 0  # as subprocess does
 
 
 def _become(name: str, module: str, environment: Mapping[str, str], descriptor: int, log: int) -> None:

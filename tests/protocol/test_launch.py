@@ -1,6 +1,7 @@
 """An engine's process that is launched before there is an engine for it."""
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -66,6 +67,25 @@ async def test_one_that_cannot_hide_the_arguments_starts_as_others_do(engine, mo
     assert engine.pid == pid
     command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     assert command[: len(launch.WORKER)] == [part.encode() for part in launch.WORKER]
+
+
+def test_one_ends_where_the_ends_of_children_are_ignored(monkeypatch):
+    """As in a program that was started so (SIGCHLD): the system then keeps no exit status."""
+    monkeypatch.setattr(launch, "may_fork", lambda: True)
+    monkeypatch.setattr(launch, "_MODULE", synthetic.__name__)
+    monkeypatch.setattr(synthetic, "main", serve_in_fork)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        launch.launch()
+        pid = launch._launched[0].pid
+        launch.end_launched()
+        assert not running(pid)
+        launch.launch()
+        launch._launched[0].client_end.close()
+        assert launch._launched[0].wait() == 0  # it has ended with its client
+        launch.end_launched()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 async def test_one_in_another_environment_ends(engine, monkeypatch):
