@@ -54,6 +54,14 @@ def test_what_follows_joined_characters_is_written_where_it_stands():
     assert terminal.show([strip("👩\u200d🚀❤\ufe0f👍🏽e\u0301 b")]) == "\x1b[1;9Hb"
 
 
+def test_of_styles_beside_what_has_changed_nothing_is_written():
+    terminal = Terminal()
+    for last in "ab":
+        parts = [Segment("─", STYLES[1]), Segment("x", STYLES[2]), Segment(last), Segment("é", STYLES[0])]
+        written = terminal.show([Strip(parts)])
+    assert written == "\x1b[1;3Hb"
+
+
 def test_a_flag_is_written_as_one():
     """Its second letter alone would be shown as that letter, not as the end of a flag."""
     terminal = Terminal()

@@ -131,7 +131,7 @@ def _written(segments: list[Segment], first: int, last: int, console: Console) -
                     kept = ""
             column += width
         parts.append(Segment(kept, style))
-    return Strip(parts).render(console)
+    return Strip(part for part in parts if part.text).render(console)
 
 
 def _difference(before: list[_Cell], after: list[_Cell]) -> tuple[int, int]:

@@ -213,7 +213,9 @@ def _content(part: dict[str, Any]) -> Json:
         case {"type": "input_text", "text": text}:
             return text_content(text)
         case {"type": "input_image"}:
-            return {"type": "image", "data": part["image_url"], "mime_type": part["mime_type"]}
+            name = "uri" if ":" in str(part["image_url"]) else "data"  # which base64 has not
+            kind = {"mime_type": part["mime_type"]} if part["mime_type"] else {}
+            return {"type": "image", name: part["image_url"]} | kind
     return {"type": "document", "data": part["file_data"], "mime_type": part["mime_type"]}
 
 

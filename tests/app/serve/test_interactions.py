@@ -133,14 +133,18 @@ async def test_settings_and_schemas(served):
 async def test_pictures(served):
     engine = FakeEngine(reply("Red."))
     client, _ = served(engine, ready=SEEING)
-    picture = {"type": "image", "mime_type": "image/png", "data": base64.b64encode(plain_picture()).decode()}
-    response = await client.post(PATH, json={"input": [{"type": "text", "text": "What?"}, picture]})
+    data = base64.b64encode(plain_picture()).decode()
+    picture = {"type": "image", "mime_type": "image/png", "data": data}
+    by_address = {"type": "image", "uri": f"data:image/png;base64,{data}"}
+    response = await client.post(
+        PATH, json={"input": [{"type": "text", "text": "What?"}, picture, by_address]}
+    )
     assert response.status_code == 200, response.text
     [message] = engine.requests[0].prompt.messages
-    assert len(message.pictures) == 1
+    assert len(message.pictures) == 2
     kept = await client.get(f"{PATH}/{response.json()['id']}?include_input=true")
     text = {"type": "text", "text": "What?"}
-    assert kept.json()["input"] == [{"type": "user_input", "content": [text, picture]}]
+    assert kept.json()["input"] == [{"type": "user_input", "content": [text, picture, by_address]}]
 
 
 async def test_what_was_asked_is_told_step_by_step(served):
