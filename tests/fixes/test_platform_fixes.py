@@ -216,6 +216,8 @@ def test_another_tinygrad_is_refused(fix, monkeypatch):
                 "float_instructions",
                 "graph_leftovers",
                 "graph_sizes",
+                "idle_threads",
+                "load_order",
                 "streamed_loads",
                 "warpgroup_products",
             ],

@@ -112,7 +112,7 @@ async def test_a_conversation_and_its_options(served):
     assert request.sampling == Sampling(temperature=0.5, top_k=7, seed=3) and request.max_tokens == 9
     assert not request.prompt.think
     source = request.grammar.source
-    assert [*json.loads(source)["properties"]] == ["a_b"] and '"type": "integer"' in source
+    assert [*json.loads(source)["properties"]] == ["a_b"] and '"type":"integer"' in source
     enum = {
         "response_mime_type": "text/x.enum",
         "response_schema": {"type": "STRING", "enum": ["red", "blue"]},
