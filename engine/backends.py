@@ -230,14 +230,17 @@ def _search_variables(options: EngineOptions) -> dict[str, str]:
 
 def unusable_because(backend: str) -> str:
     """Why a backend cannot work on this machine, in a few words; "" if no reason is known. May take a second, because
-    it asks a driver. Raises BackendError if the compiler's script cannot be written."""
+    it asks a driver."""
     match backend:
         case "CUDA":
             return cuda_driver.unusable_because()
         case "NV":
             return _nv_unusable_because()
         case "CPU":
-            return "" if find_clang() else "there is no compiler (clang, or the package ziglang)"
+            try:
+                return "" if find_clang() else "there is no compiler (clang, or the package ziglang)"
+            except BackendError as error:  # a full disk
+                return f"{error.message[:1].lower()}{error.message[1:]}".rstrip(".")
     return ""
 
 

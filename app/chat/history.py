@@ -13,7 +13,7 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 import platformdirs
@@ -68,6 +68,8 @@ def default_path() -> Path:
 class History(HistoryDatabase):
     problem: HistoryError | None = None
     """Why `open` keeps the history in memory in place of its file."""
+    _end: tuple[Any, ...] = ()
+    """What tells a chat as long as nobody else writes, and its last message: to find it, all have to be read."""
 
     def __init__(self, path: Path | str | None = None) -> None:
         """Opens `path` (None: `default_path()`; ":memory:": keeps nothing). Raises HistoryError."""
@@ -121,16 +123,22 @@ class History(HistoryDatabase):
         attached = _without_pictures(files), _as_json(calls)
         values = chat_id, message.role, content, thinking, finished, os.getpid(), *attached
         with self._transaction():
-            shown = self._shown(chat_id)
-            parent = after if after in shown else shown[-1] if shown else 0
+            chat = self._db, chat_id, self._run("PRAGMA data_version")  # grows when another program writes
+            if self._end[:-1] == chat and after in (0, self._end[-1]):
+                parent, is_last = self._end[-1], True
+            else:
+                shown = self._shown(chat_id)
+                parent = after if after in shown else shown[-1] if shown else 0
+                is_last = parent not in shown[:-1]
             message_id = self._insert(sql, *values, parent)
-            if parent in shown[:-1]:
+            if not is_last:
                 behind = (
                     "UPDATE messages SET parent = ? WHERE chat_id = ? AND parent = ? AND shown AND id != ?"
                 )
                 self._run(behind, message_id, chat_id, parent, message_id)
             self._keep_pictures(message_id, files)
             self._touch(chat_id)
+        self._end = (*chat, message_id) if is_last else ()
         return message_id
 
     def _keep_pictures(self, message_id: int, files: Sequence[Attachment]) -> None:
@@ -201,6 +209,7 @@ class History(HistoryDatabase):
 
     def show(self, chat_id: int, message_ids: Sequence[int]) -> None:
         """Makes these messages the version of the chat that is shown."""
+        self._end = ()
         listed = "(SELECT value FROM json_each(?))"
         sql = f"UPDATE messages SET shown = (id IN {listed}) WHERE chat_id = ? AND role != 'system'"
         self._run(sql, msgspec.json.encode(list(message_ids)).decode(), chat_id)

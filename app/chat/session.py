@@ -152,10 +152,9 @@ class Session:
 
     async def stop(self) -> None:
         """Ends the reply in progress and keeps what has arrived."""
-        if self.is_answering:
+        if self.is_answering and not self.tools.stop():
             self.status.stopping()
-            if not self.tools.stop():
-                await self.engine.stop()
+            await self.engine.stop()
 
     async def regenerate(self) -> None:
         """Answers the last prompt again. If no new reply comes, the earlier one stays."""
@@ -178,6 +177,7 @@ class Session:
             return
         self.tools.begin()
         if reply.calls:
+            reply.note = ""
             self._request = Generate(request_id=0, prompt=Chat(messages=()))
             self._spawn(self._call_tools(reply))
         else:

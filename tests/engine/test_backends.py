@@ -63,6 +63,15 @@ def test_variables_of_other_programs_do_not_count(bare, monkeypatch):
     assert backends._own_device() == "TEGRA+NV"
 
 
+def test_a_disk_without_room_for_the_script_is_a_reason(monkeypatch):
+    def full() -> str:
+        raise BackendError("The compiler's script cannot be written to /x: No space left on device.")
+
+    monkeypatch.setattr(backends, "find_clang", full)
+    reason = "the compiler's script cannot be written to /x: No space left on device"
+    assert backends.unusable_because("CPU") == reason
+
+
 def test_the_script_is_kept_and_mended(bare, tmp_path):
     pytest.importorskip("ziglang", reason="the extra `cpu` is not installed")
     prepare()

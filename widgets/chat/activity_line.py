@@ -44,7 +44,7 @@ def status_text(status: EngineStatus) -> str:
         case Phase.GENERATING:
             parts = ["answering", counted(status.tokens, "token"), as_duration(status.elapsed_s)]
         case Phase.GONE:
-            parts = ["the engine has stopped; the next prompt starts it again"]
+            parts = ["the engine does not answer; the next prompt tries again"]
         case Phase.READY | Phase.STOPPING:
             parts = [status.phase.value]
     return " · ".join(part for part in parts if part)

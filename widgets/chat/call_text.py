@@ -7,7 +7,7 @@ from widgets.chat.turn import Call
 from widgets.text import one_line
 
 _STATES = {
-    "open": "no result",
+    "open": "no result yet",
     "asked": "asks whether it may run",
     "running": "running",
     "failed": "failed",

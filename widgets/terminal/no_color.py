@@ -1,5 +1,6 @@
 """NO_COLOR (https://no-color.org): no colours at all, greys neither. Textual would paint in greys."""
 
+import os
 from functools import lru_cache
 from typing import Any
 
@@ -7,7 +8,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.app import App
 from textual.color import Color
-from textual.filter import LineFilter, Monochrome
+from textual.filter import LineFilter, Monochrome, NoColor
 
 _STANDS_OUT = 0.07
 """A background that is so much brighter or darker than the screen's marks what is chosen. It is shown reversed."""
@@ -30,6 +31,10 @@ def _plain(style: Style, brightness: float) -> Style:
 
 
 def respect_no_color(app: App[Any]) -> None:
-    """To be called once; does something only if NO_COLOR is set."""
+    """To be called once; does something only if NO_COLOR is set. If it is empty it does not count, but to Textual it
+    does."""
+    app.no_color = bool(os.environ.get("NO_COLOR"))
     filters = app._filters
     app._filters = [WithoutColor() if isinstance(each, Monochrome) else each for each in filters]
+    if not app.no_color:
+        app._filters = [each for each in app._filters if not isinstance(each, WithoutColor | NoColor)]

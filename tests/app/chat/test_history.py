@@ -70,6 +70,23 @@ def test_truncate_keeps_what_comes_before_and_other_chats(history):
     assert contents(history, second) == ["other"]
 
 
+def test_a_message_comes_last_whatever_was_written_meanwhile(history):
+    chat_id = history.new_chat("m")
+    first = history.append(chat_id, user("1"))
+    history.append(chat_id, assistant("2"), after=first)
+    other = History(history.path)
+    other.append(chat_id, user("3"))  # by another program, which the first one does not know of
+    history.append(chat_id, user("4"))
+    history.append(chat_id, user("1, answered again"), after=first)
+    assert contents(other, chat_id) == ["1", "1, answered again", "2", "3", "4"]
+    other.close()
+    history.truncate(chat_id, first)
+    history.append(chat_id, user("5"))
+    history.append(history.new_chat("m"), user("elsewhere"))
+    history.append(chat_id, user("6"))
+    assert contents(history, chat_id) == ["1", "5", "6"]
+
+
 def test_a_system_prompt_comes_first_whenever_it_is_written(history):
     chat_id, other = history.new_chat("m"), history.new_chat("m")
     history.append(chat_id, user("Is it?"))

@@ -25,7 +25,7 @@ async def test_an_engine_that_dies_in_mid_reply(history):
         await user.sees("⚠ The engine process died (signal 9). The next prompt restarts it.")
         assert user.turns() == [("user", "Tell me"), ("assistant", "So far")]
         assert stored(history, user.app.session.conversation.chat_id)[-1] == ("assistant", "So far", False)
-        await user.sees("the engine has stopped")
+        await user.sees("the engine does not answer")
         await user.say("Still there?")
         await user.sees("Again")
         await user.idle()
@@ -298,12 +298,21 @@ async def test_a_tiny_terminal_shows_the_chat_and_the_prompt(history):
         await user.sees("answering")
 
 
+async def test_an_empty_wish_for_no_colour_is_none(history, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "")
+    async with chat(FakeEngine(STARTED), history) as user:
+        await user.sees("Ask anything")
+        assert not user.app.no_color
+        colours = re.findall("#([0-9a-f]{6})", user.app.export_screenshot())
+        assert any(len({colour[:2], colour[2:4], colour[4:]}) > 1 for colour in colours)  # no grey
+
+
 async def test_without_colour_everything_is_still_said(history, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     engine = FakeEngine([*reply("**So** far `code`")[:-1], DIED])
     async with chat(engine, history, initial_prompt="Hi") as user:
         await user.sees("⚠ The engine process died")
-        await user.sees("⚠ the engine has stopped")
+        await user.sees("⚠ the engine does not answer")
         colours = set(re.findall(r"#[0-9a-f]{6}", user.app.export_screenshot()))
         await user.press("ctrl+o")
         await user.sees("open now")

@@ -44,7 +44,7 @@ async def test_a_call_is_shown_asks_runs_and_folds(driver):
         await seen.sees("the [b]text[/b] of it")
 
 
-@pytest.mark.parametrize(("key", "outcome"), [("alt+n", "not allowed"), ("escape", "no result")])
+@pytest.mark.parametrize(("key", "outcome"), [("alt+n", "not allowed"), ("escape", "no result yet")])
 async def test_a_call_that_may_not_run(driver, key, outcome):
     box = FakeToolbox(lambda *_: Returned("never"))
     async with driver(called(READ), reply("A pity."), box=box, size=(40, 14)) as seen:
@@ -54,6 +54,12 @@ async def test_a_call_that_may_not_run(driver, key, outcome):
         await seen.idle()
         await seen.sees(outcome)
         assert not box.called
+        assert "stopping" not in seen.screen()
+        if key == "escape":
+            assert "stopped" in seen.screen()
+            await seen.press("ctrl+g")
+            await seen.sees("May files.read run?")
+            assert "stopped" not in seen.screen()
 
 
 async def test_a_hostile_call_and_result_act_on_nothing(driver):
