@@ -19,8 +19,6 @@ _MODULE = "engine.protocol.worker"
 _NAME = "orin-chat engine"
 WORKER = module_command(_MODULE)
 ENGINE_LOG = "engine"
-_ALSO = {"OPENBLAS_NUM_THREADS": "1"}
-"""It has no threads of numpy's BLAS, which wait by spinning: the engine has threads of its own."""
 
 
 class Launched(NamedTuple):
@@ -39,16 +37,21 @@ class Launched(NamedTuple):
 _launched: list[Launched] = []
 
 
+def worker_environment() -> dict[str, str]:
+    """The environment of engine processes. They have no threads of numpy's BLAS, which wait by spinning, unless the
+    user's variables say so: the engine has threads of its own."""
+    return {"OPENBLAS_NUM_THREADS": "1", **module_environment()}
+
+
 def launch() -> None:
     """Starts the process of the engine that is going to be needed. If nobody takes it, it ends with this process."""
     path = log_path(ENGINE_LOG)
-    environment, log_start = module_environment(), log_bytes(path)
+    environment, log_start = worker_environment(), log_bytes(path)
     client_end, worker_end = socket.socketpair()
     # What fails here fails again when the engine is needed, and is reported then.
     with suppress(OSError), worker_end, open_log(path) as log:
         if may_fork():
-            also = {**_ALSO, **environment}
-            pid, wait = fork_module(_NAME, _MODULE, also, worker_end.fileno(), log.fileno())
+            pid, wait = fork_module(_NAME, _MODULE, environment, worker_end.fileno(), log.fileno())
         else:
             child = start_child(WORKER, environment, worker_end, log)
             pid, wait = child.pid, child.wait
@@ -85,5 +88,5 @@ def start_child(
         stdout=log,
         stderr=log,
         start_new_session=True,
-        env={**_ALSO, **environment},
+        env=environment,
     )

@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 
 from engine.protocol.events import Event, Failed, Shutdown, event_decoder
-from engine.protocol.launch import start_child, take_launched
+from engine.protocol.launch import start_child, take_launched, worker_environment
 from engine.protocol.transport import Deframer, FrameError, pack
-from engine.system.child_process import how_it_ended, module_environment, signal_group
+from engine.system.child_process import how_it_ended, signal_group
 from engine.system.logs import last_error, log_bytes, open_log, trim_log
 
 SHUTDOWN_GRACE_S = 1.0
@@ -60,7 +60,7 @@ class EngineProcess(asyncio.Protocol):
         """Starts `command` with its socket's file descriptor as last argument, and with `environment` added to this
         process's, or takes the process that was launched so. Its output goes to `log_path`. Raises OSError if it cannot
         be started."""
-        environment = {**module_environment(), **environment}
+        environment = {**worker_environment(), **environment}
         if launched := take_launched(command, environment):
             self = cls(log_path, receive, launched.log_start)
             await self._connect(launched.client_end)

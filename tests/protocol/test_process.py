@@ -381,11 +381,14 @@ async def test_an_engine_runs_the_same_code_as_who_starts_it():
     assert isinstance(last, Failed) and f"PROGRAM={ROOT / 'engine'}" in engine.log_path.read_text()
 
 
-def test_an_engine_has_no_threads_of_blas(tmp_path):
+@pytest.mark.parametrize("own, wanted", [(None, "1"), ("3", "3")])
+async def test_an_engine_has_no_threads_of_blas(own, wanted, monkeypatch):
     """They wait by spinning. What the user has set counts more."""
-    show = [sys.executable, "-c", "import os; print(os.environ['OPENBLAS_NUM_THREADS'])"]
-    ours, theirs = socket.socketpair()
-    with ours, theirs, (tmp_path / "log").open("wb") as log:
-        for environment in ({}, {"OPENBLAS_NUM_THREADS": "3"}):
-            process.start_child(show, environment, theirs, log).wait()
-    assert (tmp_path / "log").read_text().split() == ["1", "3"]
+    if own is None:
+        monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", own)
+    engine = scripted("import os; print('THREADS=' + os.environ['OPENBLAS_NUM_THREADS']); sys.exit(3)")
+    await collect(engine.start())
+    await engine.close()
+    assert f"THREADS={wanted}" in engine.log_path.read_text()
