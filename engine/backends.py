@@ -173,8 +173,8 @@ def install(dev: str) -> None:
         early_launch.apply()
         graph_leftovers.apply()
         graph_sizes.apply()
-        idle_threads.apply()
         load_order.apply()
+        idle_threads.apply()
         streamed_loads.apply()
         warpgroup_products.apply()
     if device == "NV":

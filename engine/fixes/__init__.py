@@ -9,7 +9,7 @@ from engine.errors import BackendError
 from engine.system.invocation import installed_version, pip_install
 
 TINYGRAD = "0.14.0"
-_applied: set[str] = set()
+_applied: list[str] = []
 
 
 def require_tinygrad(fix: str) -> None:
@@ -31,7 +31,7 @@ def once(fix: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
         def apply() -> None:
             require_tinygrad(fix)
             if change.__module__ not in _applied:
-                _applied.add(change.__module__)
+                _applied.append(change.__module__)
                 change()
 
         return apply
@@ -40,5 +40,5 @@ def once(fix: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 
 def applied() -> list[str]:
-    """The modules whose fixes were applied `once` in this process."""
-    return sorted(_applied)
+    """The modules whose fixes were applied `once` in this process, in that order, which counts for some."""
+    return [*_applied]

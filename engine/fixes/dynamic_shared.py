@@ -9,6 +9,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,32 +20,32 @@ from tinygrad.runtime.ops_cuda import CUDAProgram
 from tinygrad.uop.ops import Ops, UOp
 
 from engine.fixes import once
-from engine.kernels.launch_hints import hints_of, info_of
+from engine.fixes.rendering import before_rendering
+from engine.kernels.launch_hints import HintedInfo, hints_of
 
 _ALIGNMENT = 16  # bytes
 
-_stock_render, _stock_buffer = CUDARenderer.render, CUDARenderer.render_buffer
+_stock_buffer = CUDARenderer.render_buffer
 _stock_elf, _stock_init = UOp.to_elf, CUDAProgram.__init__
 
 
 @once("Shared memory beyond 48 KB")
 def apply() -> None:
     """Changes tinygrad in this process."""
-    global _stock_render
-    _stock_render = CUDARenderer.render  # another fix may have changed it since the import
-    CUDARenderer.render, CUDARenderer.render_buffer = _render, _render_buffer
+    before_rendering(_place_arrays)
+    CUDARenderer.render_buffer = _render_buffer
     UOp.to_elf, CUDAProgram.__init__ = _to_elf, _init
 
 
-def _render(self: Any, uops: list[UOp]) -> str:
-    asked, used = hints_of(uops[-1]).shared_bytes, 0
+def _place_arrays(renderer: Any, uops: Sequence[UOp], info: HintedInfo) -> Sequence[UOp]:
+    asked, used = info.hints.shared_bytes, 0
     places: dict[UOp, int] = {}
     for array in (u for u in uops if asked and u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL):
         places[array] = used
         used += -(-array.max_numel() * array.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    assert used <= asked, f"{info_of(uops[-1]).name} has {used} bytes of shared memory"
-    self.shared_places = places
-    return str(_stock_render(self, uops))
+    assert used <= asked, f"{info.name} has {used} bytes of shared memory"
+    renderer.shared_places = places
+    return uops
 
 
 def _render_buffer(self: Any, array: UOp) -> str:

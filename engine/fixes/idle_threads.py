@@ -9,47 +9,41 @@ warps compute the same for nothing, beside blocks that multiply. With this fix t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from tinygrad import dtypes
 from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.uop.ops import Ops, UOp
 
 from engine.fixes import once
-from engine.kernels.launch_hints import info_of
-
-_stock_render = CUDARenderer.render
+from engine.fixes.rendering import before_rendering
+from engine.kernels.launch_hints import HintedInfo
 
 
 @once("The end of idle threads")
 def apply() -> None:
-    """Changes tinygrad in this process."""
-    global _stock_render
-    _stock_render = CUDARenderer.render  # another fix may have changed it since the import
-    CUDARenderer.render = _render
+    """Changes tinygrad in this process. To be called after what puts other operations into kernels (`load_order`)."""
+    before_rendering(_ended)
 
 
-def _render(self: Any, uops: list[UOp]) -> str:
-    return str(_stock_render(self, ended(uops) if info_of(uops[-1]).hints.idle_ends else uops))
-
-
-def ended(uops: Sequence[UOp]) -> list[UOp]:
-    """The operations of a kernel, with the end of threads that meet none of the conditions of effects behind its last
-    barrier. As they are if it has none, if effects there are on no condition or in a loop, or if a condition depends on
-    what is loaded there."""
+def _ended(_: CUDARenderer, uops: Sequence[UOp], info: HintedInfo) -> Sequence[UOp]:
+    """The operations, with the end of threads that meet none of the conditions of effects behind the last barrier. As
+    they are if there is none, if effects there are on no condition or in a loop, or if a condition depends on what is
+    loaded there."""
+    if not info.hints.idle_ends:
+        return uops
     behind = next((i for i in reversed(range(len(uops))) if uops[i].op is Ops.BARRIER), len(uops)) + 1
     rest, conditions, is_guarded = uops[behind:], list[UOp](), False
     for uop in rest:
         is_effect = uop.op is Ops.STORE or (uop.op is Ops.CUSTOM and uop.dtype == dtypes.void)
         if uop.op is Ops.RANGE or (is_effect and not is_guarded):
-            return [*uops]
+            return uops
         if uop.op is Ops.IF:
             conditions.append(uop.src[0])
         is_guarded = uop.op is Ops.IF or (is_guarded and uop.op is not Ops.ENDIF)
     needed = {*UOp.sink(*conditions).toposort()}
     first = [uop for uop in rest if uop in needed]
     if not conditions or any(uop.op is Ops.LOAD for uop in first):
-        return [*uops]
+        return uops
     stores = " || ".join(f"{{{i}}}" for i in range(len(conditions)))
     end = UOp(Ops.CUSTOM, src=tuple(conditions), arg=f"if (!({stores})) return;")
     return [*uops[:behind], *first, end, *(uop for uop in rest if uop not in needed)]

@@ -7,31 +7,24 @@ first. With this fix a kernel with the hint `min_blocks` (`engine.kernels.launch
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.uop.ops import UOp
 
 from engine.fixes import once
-from engine.kernels.launch_hints import hints_of
-
-_stock_render = CUDARenderer.render
+from engine.fixes.rendering import before_rendering
+from engine.kernels.launch_hints import HintedInfo
 
 
 @once("Blocks per multiprocessor")
 def apply() -> None:
     """Changes tinygrad in this process."""
-    global _stock_render
-    _stock_render = CUDARenderer.render  # another fix may have changed it since the import
-    CUDARenderer.render = _render
+    before_rendering(_bound)
 
 
-def _render(self: Any, uops: list[UOp]) -> str:
-    least = hints_of(uops[-1]).min_blocks
-    if not least:
-        return str(_stock_render(self, uops))
-    self.kernel_typedef = type(self).kernel_typedef.replace("{launch_bounds}", f"{{launch_bounds}}, {least}")
-    try:
-        return str(_stock_render(self, uops))
-    finally:
-        del self.kernel_typedef
+def _bound(renderer: CUDARenderer, uops: Sequence[UOp], info: HintedInfo) -> Sequence[UOp]:
+    stock, least = type(renderer).kernel_typedef, info.hints.min_blocks
+    bounds = f"{{launch_bounds}}, {least}" if least else "{launch_bounds}"
+    renderer.kernel_typedef = stock.replace("{launch_bounds}", bounds)
+    return uops

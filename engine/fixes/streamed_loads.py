@@ -9,33 +9,34 @@ From compute capability 9.0 on, where it was timed.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.uop.ops import Ops, UOp
 
 from engine.fixes import once
-from engine.kernels.launch_hints import info_of
+from engine.fixes.rendering import before_rendering
+from engine.kernels.launch_hints import HintedInfo
 
 _MIN_CAPABILITY = 90
 _KNOWN = re.compile(r"\*\(\((u?int[24]?|float[24]?|half2?)\*\)")  # types that the instruction has
 
-_stock_render, _stock_access = CUDARenderer.render, CUDARenderer.render_access
+_stock_access = CUDARenderer.render_access
 
 
 @once("Loads that leave the caches first")
 def apply() -> None:
     """Changes tinygrad in this process."""
-    global _stock_render
-    _stock_render = CUDARenderer.render  # another fix may have changed it since the import
-    CUDARenderer.render, CUDARenderer.render_access = _render, _render_access
+    before_rendering(_find_streams)
+    CUDARenderer.render_access = _render_access
 
 
-def _render(self: Any, uops: list[UOp]) -> str:
-    info, arch = info_of(uops[-1]), re.match(r"sm_(\d+)", self.target.arch)
+def _find_streams(renderer: Any, uops: Sequence[UOp], info: HintedInfo) -> Sequence[UOp]:
+    arch = re.match(r"sm_(\d+)", renderer.target.arch)
     is_timed = arch is not None and int(arch[1]) >= _MIN_CAPABILITY
-    self.streamed = info.slots(info.hints.streams) if is_timed else frozenset()
-    return str(_stock_render(self, uops))
+    renderer.streamed = info.slots(info.hints.streams) if is_timed else frozenset()
+    return uops
 
 
 def _render_access(self: Any, place: UOp) -> str:

@@ -67,7 +67,7 @@ def test_tinygrads_compiler_is_checked(applied):
 def applied(monkeypatch):
     monkeypatch.setattr(ClangCompiler, "compile", ClangCompiler.compile)
     monkeypatch.setattr(compiler_cpu, "subprocess", compiler_cpu.subprocess)
-    monkeypatch.setattr("engine.fixes._applied", set())
+    monkeypatch.setattr("engine.fixes._applied", [])
     compiler_output.apply()
     yield
     getenv.cache_clear()

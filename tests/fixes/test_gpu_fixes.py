@@ -74,7 +74,7 @@ def streamed(*names):
 streamed()
 streamed("x")
 from engine.fixes import idle_threads, load_order
-for fix in (idle_threads, load_order):
+for fix in (load_order, idle_threads):
     fix.apply()
 def order(guarded=True, **hints):
     def function(out, planes, x):

@@ -55,7 +55,7 @@ FORMS = {
 def test_products_of_models_get_a_warp_a_row(form, weights, monkeypatch):
     result = program(FORMS[form](*weights))
     monkeypatch.setattr(heuristic, "hand_coded_optimizations", matvec_heuristic._stock)  # restored afterwards
-    monkeypatch.setattr(fixes, "_applied", set())
+    monkeypatch.setattr(fixes, "_applied", [])
     assert OptOps.GROUP not in schedule(result)  # without the fix
     matvec_heuristic.apply()
     assert schedule(result) == {OptOps.GROUP: 32, OptOps.LOCAL: 4, OptOps.UPCAST: 4}
@@ -83,6 +83,6 @@ def test_other_kernels_are_left_to_tinygrad(weights, monkeypatch):
     others = [program(result) for result in others]
     before = [schedule(result) for result in others]
     monkeypatch.setattr(heuristic, "hand_coded_optimizations", matvec_heuristic._stock)
-    monkeypatch.setattr(fixes, "_applied", set())
+    monkeypatch.setattr(fixes, "_applied", [])
     matvec_heuristic.apply()
     assert [schedule(result) for result in others] == before

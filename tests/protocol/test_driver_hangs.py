@@ -104,7 +104,7 @@ def test_calls_of_tinygrads_driver_are_watched(monkeypatch):
 
     monkeypatch.setattr(cuda, "cuCtxSynchronize", lambda: dict(driver_watch._under_way))
     cuda.cuCtxSynchronize.argtypes = ()
-    monkeypatch.setattr("engine.fixes._applied", set())
+    monkeypatch.setattr("engine.fixes._applied", [])
     saved = {name: call for name, call in vars(cuda).items() if name.startswith("cu")}
     monkeypatch.setattr(driver_watch, "work_s", None)
     driver_calls.apply()
