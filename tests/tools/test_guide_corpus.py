@@ -21,6 +21,7 @@ from tests.thorough import thorough
 from tools.guide import facts, questions, sources
 from tools.guide.conversations import Conversations
 from tools.guide.corpus import conversations
+from tools.guide.signs import accented, signed
 from tools.guide.starting import Starting
 from tools.guide.template import rendered
 from tools.guide.wording import gerund, gist, normalized
@@ -157,7 +158,8 @@ def test_questions_of_the_judgement_are_not_in_training():
 def test_a_question_how_a_model_is_started_is_answered_with_its_name(known):
     starting, rng = Starting(known), random.Random(1)
     names = {model.name for model in known_models()}
-    drawn = [starting.turn(rng) for _ in range(300)]
+    drawn = [starting.turn(rng) for _ in range(300)] + [starting.copied(rng) for _ in range(100)]
+    assert len({model for *_, model in drawn[300:]}) > 90
     drawn += starting.after(known.facts["starting.known"], "qwen3:4b", rng)
     drawn += starting.after(known.facts["gemma.what"], "", rng)
     for question, answer, fact, model in drawn:
@@ -215,6 +217,14 @@ def test_noise_keeps_the_question(known):
     texts = {known.wording.typed("how do i stop the reply", rng) for _ in range(200)}
     assert len(texts) > 120
     assert sum("stop" in text.lower() for text in texts) > 110
+
+
+def test_signs_leave_the_words():
+    rng = random.Random(0)
+    signs = [signed("stop it", rng) for _ in range(300)]
+    assert len(set(signs)) > 200
+    assert sum("stop" in text and "it" in text for text in signs) > 250
+    assert accented("123", rng) == "123" and accented("Zoe", rng) != "Zoe"
 
 
 def test_names_of_presets_have_no_synonyms(known):

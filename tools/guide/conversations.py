@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools.guide.facts import PRONOUNS, Fact, Knowledge
+from tools.guide.signs import accented, emoji, signed
 from tools.guide.sources import IN_LINE_MODE
-from tools.guide.starting import Starting
+from tools.guide.starting import NAMED, Starting
 from tools.guide.template import Message
-from tools.guide.wording import gist, normalized
+from tools.guide.wording import SIGNED, gist, normalized
 
 QUESTION_COUNTS = ((1, 40), (2, 20), (3, 14), (4, 8), (6, 8), (9, 6), (14, 3), (22, 1), (46, 3))
 """(questions in a conversation, weight of this count). The longest fill the context."""
 STANDALONE_WEIGHTS = {
     "fact": 62, "first": 22, "topic": 11, "calculate": 2, "live": 3, "write": 4, "talk": 14, "unclear": 2,
-    "dangling": 2, "name": 9, "file": 4, "start": 18, "language": 4,
+    "dangling": 2, "name": 9, "file": 4, "start": 22, "language": 5,
 }  # fmt: skip
 FOLLOW_UP_CHANCE = 0.5
 """The share of questions that follow up on the previous answer."""
@@ -98,6 +99,13 @@ class Conversations:
         self._subject, self._last_answer, self._user_name, self._model = None, "", "", ""
         while True:
             question, answer = self._standalone()
+            if self._is_allowed(question):
+                return [Message("user", question), Message("assistant", answer)]
+
+    def copied(self) -> list[Message]:
+        """One question how a model is started whose name nobody has, and its answer."""
+        while True:
+            question, answer = self._starting.copied(self._rng)[:2]
             if self._is_allowed(question):
                 return [Message("user", question), Message("assistant", answer)]
 
@@ -182,17 +190,21 @@ class Conversations:
             ).capitalize()
         if rng.random() < 0.1:
             person = person.lower()
+        if rng.random() < 0.15:
+            person = accented(person, rng)
         self._user_name, self._subject = person, None
-        pattern = rng.choice(phrases["tell"]).replace("{person}", person)
+        pattern: str = rng.choice(phrases["tell"])
         written = pattern if rng.random() < 0.5 else pattern[:1].upper() + pattern[1:]
-        return written + rng.choice(("", ".", "!")), phrases["answer_tell"].format(person=person)
+        written = written.replace("{person}", NAMED) + rng.choice(("", ".", "!"))
+        written = signed(written, rng) if rng.random() < SIGNED else written
+        return written.replace(NAMED, person), phrases["answer_tell"].format(person=person)
 
     def _gibberish(self) -> str:
         rng = self._rng
         kind = rng.randrange(4)
         if kind == 0:
             word: str = rng.choice(self._grammar["gibberish"])
-            return word
+            return word if rng.random() < 0.6 else emoji(rng)
         letters = string.ascii_lowercase if kind < 3 else string.ascii_letters + string.digits + "#$%&*+-/;=@"
         words = (
             "".join(rng.choice(letters) for _ in range(rng.randrange(2, 12)))

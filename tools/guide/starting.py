@@ -7,6 +7,7 @@ guide has to copy these, so hardly one of them comes twice.
 import math
 import random
 import re
+import string
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,10 +15,12 @@ from engine.catalog.names import known_models
 from tools.guide.facts import Fact, Knowledge
 from tools.guide.wording import normalized, typo
 
-_NAME = "\ue000"
+NAMED = "\ue000"
 """Stands for the name while the words around it are varied: the name itself must stay as it is."""
-_KINDS = {"known": 60, "other": 12, "file": 12, "hub": 16, "family": 8}
+_KINDS = {"known": 60, "other": 14, "file": 16, "hub": 30, "family": 8}
 """The weight of each kind of name; `family`: one that starts nothing by itself, and is answered as a family."""
+_COPIED = ("other", "file", "hub", "hub")
+"""Kinds of names that nobody has: each answer has to copy one."""
 _USUAL = 4.0
 """Of a family without a size, the model nearest to so many billion weights is meant."""
 
@@ -57,7 +60,13 @@ class Starting:
 
     def turn(self, rng: random.Random) -> Started:
         """A question that needs no context."""
-        kind = rng.choices(list(_KINDS), list(_KINDS.values()))[0]
+        return self._of_kind(rng.choices(list(_KINDS), list(_KINDS.values()))[0], rng)
+
+    def copied(self, rng: random.Random) -> Started:
+        """A question with a name that nobody has."""
+        return self._of_kind(rng.choice(_COPIED), rng)
+
+    def _of_kind(self, kind: str, rng: random.Random) -> Started:
         names = {"known": self._known, "other": self._other, "file": self._file, "hub": self._on_hub}
         if kind == "family":
             written, fact = rng.choice(self._without)
@@ -101,10 +110,10 @@ class Starting:
 
     def _question(self, pattern: str, written: str, rng: random.Random) -> str:
         while True:  # until no word that was left out is the name
-            asked = self._wording.phrase(pattern, rng, {"model": (_NAME,)})
+            asked = self._wording.phrase(pattern, rng, {"model": (NAMED,)})
             question = self._wording.typed(asked, rng, plain=rng.random() < 0.4)
-            if (_NAME in question) == ("{model}" in pattern):
-                return question.replace(_NAME, written)
+            if (NAMED in question) == ("{model}" in pattern):
+                return question.replace(NAMED, written)
 
     def _patterns(self, kind: str, written: str, rng: random.Random) -> Sequence[str]:
         """Ways to ask for a name that is `written` so."""
@@ -134,16 +143,14 @@ class Starting:
         return model, typo(written, rng) if rng.random() < 0.08 else written
 
     def _other(self, rng: random.Random) -> tuple[str, str]:
-        base = self._drawn("makers", rng) if rng.random() < 0.35 else self._word(rng)
-        if rng.random() < 0.3:
-            base += rng.choice(
-                ("2", "3", "1.5", "4", "-chat", "-mini", "-coder", "-instruct", "-v2", "2.5", "-r1")
-            )
+        base = self._drawn("makers", rng) if rng.random() < 0.3 else self._word(rng)
+        if rng.random() < 0.4:
+            base += rng.choice(("", "-")) + self._drawn(rng.choice(("versions", "kinds")), rng)
         size = self._size(rng)
         return f"{base}:{size}", f"{base}{rng.choice((':', ':', ':', ' '))}{size}"
 
     def _file(self, rng: random.Random) -> tuple[str, str]:
-        name = self._drawn("files", rng)
+        name = self._drawn("files", rng) if rng.random() < 0.5 else self._title(rng)
         if rng.random() < 0.5:
             name += rng.choice((".", "-", "-", "_")) + self._drawn("quantizations", rng)
         name = name if rng.random() < 0.5 else name.lower()
@@ -151,19 +158,41 @@ class Starting:
         return path, path
 
     def _on_hub(self, rng: random.Random) -> tuple[str, str]:
-        user = self._drawn("users", rng) if rng.random() < 0.5 else self._word(rng)
-        name = self._drawn("repositories", rng)
+        user = self._drawn("users", rng) if rng.random() < 0.3 else self._word(rng)
+        if rng.random() < 0.3:
+            user += self._drawn("suffixes", rng)
+        name = self._drawn("repositories", rng) if rng.random() < 0.3 else self._title(rng)
         name = name if rng.random() < 0.8 else name.lower()
         repository = f"{user}/{name}" + rng.choice(("-GGUF", "-GGUF", "-GGUF", "-gguf", ""))
         if rng.random() < 0.25:
             repository += f":{self._drawn('quantizations', rng)}"
-        before = ("", "", "hf.co/", "hf.co/", "huggingface.co/", "https://huggingface.co/", "https://hf.co/")
+        before = (
+            "",
+            "",
+            "",
+            "hf.co/",
+            "hf.co/",
+            "huggingface.co/",
+            "https://huggingface.co/",
+            "https://hf.co/",
+        )
         return f"hf.co/{repository}", rng.choice(before) + repository
+
+    def _title(self, rng: random.Random) -> str:
+        """A name as those of repositories, whose parts come in any order: none tells the next."""
+        base = self._drawn("bases", rng) if rng.random() < 0.4 else self._word(rng)
+        if rng.random() < 0.4:
+            base += rng.choice(("", "", "-", "_")) + self._drawn("versions", rng)
+        parts = [base]
+        for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4))):
+            key = rng.choice(("billions", "billions", "kinds", "kinds", "versions", "word", "quantizations"))
+            parts.append(self._word(rng) if key == "word" else self._drawn(key, rng))
+        return rng.choice("-----_.").join(parts)
 
     def _drawn(self, key: str, rng: random.Random) -> str:
         def filled(match: re.Match[str]) -> str:
             if match[1] == "digit":
-                return str(rng.randrange(1, 6))
+                return str(rng.randrange(1, 10))
             if match[1] == "number":
                 return str(
                     rng.choice((1, 2, 3, 4, 7, 8, 9, 12, 13, 14, 24, 27, 32, 70, rng.randrange(1, 400)))
@@ -173,15 +202,35 @@ class Starting:
         return re.sub(r"\{(\w+)\}", filled, rng.choice(self._ask[key].split("|")))
 
     def _word(self, rng: random.Random) -> str:
-        if (chance := rng.random()) < 0.5:
-            return self._drawn("words", rng) if chance < 0.1 else rng.choice(self._words)
+        """A word of a language, made of syllables or of any letters; sometimes two in one."""
+        word = self._piece(rng)
+        if rng.random() < 0.2:
+            word = word.capitalize() + rng.choice(("", "", "-", "_")) + self._piece(rng).capitalize()
+        if rng.random() < 0.12:
+            word += str(rng.choice((rng.randrange(10), rng.randrange(100), rng.randrange(1000))))
+        style = rng.random()
+        return word.capitalize() if style < 0.2 else word.upper() if style < 0.24 else word
+
+    def _piece(self, rng: random.Random) -> str:
+        chance = rng.random()
+        if chance < 0.08:
+            return self._drawn("words", rng)
+        if chance < 0.45:
+            return rng.choice(self._words)
+        if chance < 0.6:
+            letters = (
+                string.ascii_lowercase * 3 + string.digits if rng.random() < 0.5 else string.ascii_letters
+            )
+            return "".join(rng.choice(letters) for _ in range(rng.randrange(2, 8)))
         syllables = (self._wording.phrase(self._syllable, rng) for _ in range(rng.choice((1, 2, 2, 3))))
-        word = "".join(syllables)
-        return word.capitalize() if rng.random() < 0.2 else word
+        return "".join(syllables)
 
     def _size(self, rng: random.Random) -> str:
         size: str = rng.choice(self._ask["sizes"].split("|"))
-        return size if rng.random() < 0.7 else f"{rng.randrange(1, 100)}b"
+        drawn = rng.random()
+        if drawn < 0.2:
+            return f"{rng.randrange(40)}.{rng.randrange(1, 10)}b"
+        return size if drawn < 0.7 else f"{rng.randrange(1, 100)}b"
 
 
 def _base(name: str) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tools.guide.signs import signed
+
 _INNERMOST = re.compile(r"\(([^()\[\]]*)\)|\[([^()\[\]]*)\]")
 _GROUP = re.compile(r"\$([a-z_]+)")
 _SLOT = re.compile(r"\{([a-z_]+)\}")
@@ -15,6 +17,8 @@ _NEIGHBOURS = {
     "j": "hku", "k": "jli", "l": "kop", "m": "nj", "n": "bmh", "o": "ipl", "p": "ol", "q": "wa", "r": "etf",
     "s": "adw", "t": "ryg", "u": "yij", "v": "cbf", "w": "qes", "x": "zcs", "y": "tuh", "z": "xa",
 }  # fmt: skip
+SIGNED = 0.1
+"""The share of questions with signs that do not change what is asked."""
 _CONTRACTED = ("what", "how", "where", "that", "who")
 _DOUBLED = {
     "stop", "quit", "get", "cut", "put", "set", "let", "run", "begin", "shut", "drop", "sum", "cap", "log",
@@ -99,7 +103,8 @@ class Wording:
                 text = text.replace(f"{word} is", f"{word}'s")
         if rng.random() < 0.2:
             text = text.replace("'", "")
-        return _capitals_and_mark(text, rng)
+        text = _capitals_and_mark(text, rng)
+        return signed(text, rng) if rng.random() < SIGNED else text
 
     def _keywords(self, text: str, rng: random.Random) -> str:
         """As for a search engine: without stop words, sometimes out of order."""
