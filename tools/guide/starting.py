@@ -216,12 +216,11 @@ class Starting:
         if chance < 0.08:
             return self._drawn("words", rng)
         if chance < 0.45:
-            return rng.choice(self._words)
+            known: str = rng.choice(self._words)
+            return known
         if chance < 0.6:
-            letters = (
-                string.ascii_lowercase * 3 + string.digits if rng.random() < 0.5 else string.ascii_letters
-            )
-            return "".join(rng.choice(letters) for _ in range(rng.randrange(2, 8)))
+            cased = string.ascii_lowercase * 3 + string.digits, string.ascii_letters
+            return "".join(rng.choices(rng.choice(cased), k=rng.randrange(2, 8)))
         syllables = (self._wording.phrase(self._syllable, rng) for _ in range(rng.choice((1, 2, 2, 3))))
         return "".join(syllables)
 
