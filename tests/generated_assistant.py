@@ -11,13 +11,15 @@ from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
 from engine.description.assistant import read_assistant
+from engine.description.attention import Attention
 from engine.description.spec import ModelSpec
-from engine.description.sublayers import Attention
 from engine.formats.gguf import GGUF
-from tests.generated_families import EPSILON, GEMMA4
+from tests.generated_families import GEMMA4
 from tests.generated_model import ROPE_BASE, SPECIALS, learned_vocabulary
+from tests.generated_parts import EPSILON
 from tests.generated_weights import random_matrix
-from tests.reference import Floats, Reference, softmax
+from tests.reference import Floats, Reference
+from tests.reference_functions import softmax
 
 _ARCHITECTURE = "gemma4-assistant"
 

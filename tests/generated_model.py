@@ -17,7 +17,8 @@ import numpy as np
 import tokenizers
 from gguf import GGMLQuantizationType as Type
 
-from tests.generated_families import ARCHITECTURES, EPSILON, Parts
+from tests.generated_families import ARCHITECTURES
+from tests.generated_parts import EPSILON, Parts
 from tests.generated_tensors import Shape, Tensors, Weights
 from tests.generated_weights import random_matrix
 

@@ -12,7 +12,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from tests.generated_connections import add_connections, add_indexer, add_last_connection
-from tests.generated_families import Parts
+from tests.generated_parts import Parts
 
 STREAMS, LOW_RANK = 4, 64  # as llama.cpp has them
 Weights = Callable[[np.random.Generator, int, int, Type], Any]

@@ -21,7 +21,8 @@ from engine.formats.gguf import GGUF
 from engine.loading.weights import Weights
 from engine.runtime.model_runner import ModelRunner
 from tests.makers import load_maker
-from tests.reference import Reference, log_softmax
+from tests.reference import Reference
+from tests.reference_functions import log_softmax
 from tests.targets.lone_sequence import LoneSequence
 
 VOCABULARY = {  # tokens that each model has

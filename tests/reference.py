@@ -1,8 +1,9 @@
 """A float32 pass over a model's description in numpy, to hold the engine against: each sublayer of every architecture.
 
 The description comes from `engine.description.architectures`. All else is its own: the gguf package reads and
-dequantizes the weights (`reference_weights`), and the loops are written as the papers say. Sublayers with a state are
-in `reference_recurrent`. `tests/model/test_llama_cpp.py` holds all of it against llama.cpp.
+dequantizes the weights (`reference_weights`), and the loops are written as the papers say. Attention is in
+`reference_attention`, sublayers with a state are in `reference_recurrent`. `tests/model/test_llama_cpp.py` holds all of
+it against llama.cpp.
 """
 
 from __future__ import annotations
@@ -17,39 +18,21 @@ from numpy.typing import ArrayLike, NDArray
 
 from engine.description.altup import Correction, LowRank, Merge, Modes, Prediction
 from engine.description.architectures import read_spec
+from engine.description.attention import Attention, LatentAttention
+from engine.description.feed_forward import MIN_PROBABILITY, Dense, Experts, LayerEmbedding, SideBySide
 from engine.description.hyper_connections import HashedEmbedding, HyperConnection, Mixing
 from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, SelectiveScan, ShortConv
 from engine.description.spec import ModelSpec
-from engine.description.sublayers import (
-    MIN_PROBABILITY,
-    Activation,
-    Attention,
-    Dense,
-    Experts,
-    Indexer,
-    LatentAttention,
-    LayerEmbedding,
-    Operator,
-    SideBySide,
-    SiluLimits,
-    Vector,
-    Weight,
-)
+from engine.description.sublayers import Operator, Vector, Weight
 from engine.formats.gguf import GGUF
+from tests.reference_attention import AttentionReference
 from tests.reference_connections import ConnectedReference
-from tests.reference_weights import Floats, sigmoid
-
-NEIGHBOURS = {
-    "llama", "llama4", "mistral3", "granite", "granitemoe", "smollm3", "chatglm", "ernie4_5", "ernie4_5-moe", "glm4",
-    "granitehybrid", "command-r", "cohere2", "internlm2", "minicpm", "deepseek2", "deepseek", "bailingmoe", "arcee",
-    "maincoder", "xverse", "baichuan", "deci", "granite_swa", "olmo", "muse-glimmer", "mistral4", "llama-embed",
-    "cohere2moe", "plm", "nanbeige", "neo-bert", "bailingmoe3", "deepseek32", "glm-dsa",
-}  # fmt: skip
-"""Architectures whose files hold the two elements of a rotary pair side by side; in the others they are apart by half
-of what is rotated."""
+from tests.reference_functions import as_long, centred, gated, log_softmax, sigmoid, softmax, xielu
+from tests.reference_recurrent import RecurrentReference
+from tests.reference_weights import Floats
 
 
-class Reference(ConnectedReference):
+class Reference(AttentionReference, ConnectedReference, RecurrentReference):
     """The model of a GGUF file, in a session that was opened with `context` tokens: phi3's rotary embedding depends on
     it. 0 is a short one."""
 
@@ -329,154 +312,6 @@ class Reference(ConnectedReference):
             gate = np.maximum(gate - least, 0)
         hidden = xielu(gate, *part.curve) if part.curve else gated(gate, up, part.activation)
         return self._product(self._normed(hidden, part.hidden_norm, self.spec.eps), part.down, part.down_bias)
-
-    def _attend(self, part: Attention, h: Floats, caches: list[tuple[Floats, Floats]]) -> Floats:
-        """`caches`: keys and values of the attention before this one; its own are appended."""
-        a, n = part, len(h)
-        most = np.float32(a.limit or np.inf)
-        q = self._turned(a, np.clip(self._product(h, a.q, a.q_bias), -most, most), a.q_norm)
-        if a.k:
-            projected = np.clip(self._product(h, a.k, a.k_bias), -most, most)
-            v = np.clip(self._product(h, a.v, a.v_bias), -most, most) if a.v else projected
-            v = v.reshape(n, a.kv_heads, -1) * np.float32(a.value_factor)
-            if a.has_normed_values:
-                v = v / np.sqrt((v * v).mean(-1, keepdims=True) + np.float32(self.spec.eps))
-            caches.append((self._turned(a, projected, a.k_norm), v))
-        else:
-            assert a.cache_of is not None
-            caches.append(caches[a.cache_of])
-        k, v = caches[-1]
-        if (temperature := self.spec.temperature) and a.tempered:
-            steps = np.floor((np.arange(n) + temperature.later) / temperature.length)
-            q = q * (1 + temperature.slope * np.log(1 + steps)).astype(np.float32)[:, None, None]
-        distance = np.arange(n)[:, None] - np.arange(n)[None, :]
-        hidden = (distance < 0) | (distance >= a.window if a.window else False)
-        if a.chunked:
-            hidden = (distance < 0) | (np.arange(n)[None, :] < np.arange(n)[:, None] // a.window * a.window)
-        if a.indexer and max(n, self.context) > a.indexer.top:
-            hidden = hidden | self._unchosen(a, a.indexer, h)
-        if a.both_ways:
-            hidden = np.abs(distance) >= (a.window or n)
-        out = np.empty((n, a.heads, a.value_dim), np.float32)
-        sinks = self._vector(a.sinks) if a.sinks else np.full(a.heads, -np.inf, np.float32)
-        for head in range(a.heads):
-            of = head * a.kv_heads // a.heads  # the keys and values that this head shares
-            scores = q[:, head] @ k[:, of].T * np.float32(a.scale)
-            if cap := np.float32(a.softcap):
-                scores = np.tanh(scores / cap) * cap
-            if a.slopes:
-                scores = scores - np.float32(a.slopes[head]) * np.abs(distance)
-            scores = np.where(hidden, -np.inf, scores)
-            weights = softmax(np.concatenate([scores, np.full((n, 1), sinks[head])], -1))
-            out[:, head] = weights[:, :-1] @ v[:, of]
-        result = out.reshape(n, -1)
-        if a.gate:
-            gate = self._product(h, a.gate)
-            gate = np.logaddexp(0, gate).astype(np.float32) if a.gating == "softplus" else sigmoid(gate)
-            result = result * (np.repeat(gate, a.value_dim, -1) if a.gate.rows == a.heads else gate)
-        return self._product(self._normed(result, a.result_norm, self.spec.eps), a.o, a.o_bias)
-
-    def _attend_latent(self, part: LatentAttention, h: Floats) -> Floats:
-        """With keys and values of each head, as the paper has it (DeepSeek-V2, section 2.1)."""
-        a, n, y = part, len(h), h
-        if a.q_down:
-            y = self._normed(self._product(h, a.q_down), a.q_down_norm, self.spec.eps)
-        q = self._product(y, a.q).reshape(n, a.heads, a.plain)
-        q_rotated = self._rotated(a, self._product(y, a.q_rotated).reshape(n, a.heads, a.rotated))
-        latent = self._normed(self._product(h, a.k), a.latent_norm, self.spec.eps)
-        k_rotated = self._rotated(a, self._product(h, a.k_rotated)[:, None])[:, 0]
-        of_keys = self._matrix(a.of_keys).reshape(a.heads, a.latent, a.plain)
-        of_values = self._matrix(a.of_values).reshape(a.heads, a.values, a.latent)
-        hidden, out = np.triu(np.ones((n, n), bool), 1), np.empty((n, a.heads, a.values), np.float32)
-        if temperature := self.spec.temperature:
-            grown = temperature.factors(n)[:, None, None]
-            q, q_rotated = q * grown, q_rotated * grown
-        for head in range(a.heads):
-            scores = q[:, head] @ (latent @ of_keys[head]).T + q_rotated[:, head] @ k_rotated.T
-            weights = softmax(np.where(hidden, -np.inf, scores * np.float32(a.scale)))
-            out[:, head] = weights @ (latent @ of_values[head].T)
-        if a.gate:
-            out = out * sigmoid(self._product(h, a.gate))[:, :, None]
-        return self._product(out.reshape(n, -1), a.o, a.o_bias)
-
-    def _turned(self, part: Attention, x: Floats, norm: Vector | None) -> Floats:
-        if part.rotates_first:
-            return self._normed(self._rotated(part, self._heads(part, x, None)), norm, self.spec.eps)
-        return self._rotated(part, self._heads(part, x, norm))
-
-    def _heads(self, part: Attention, x: Floats, norm: Vector | None) -> Floats:
-        """(n, heads * head_dim) -> (n, heads, head_dim), normed over a head or over all of them."""
-        split = x.shape[0], -1, part.head_dim
-        if norm and part.layer_norms:
-            heads = centred(x.reshape(split))
-            lengths = np.sqrt((heads * heads).mean(-1, keepdims=True) + np.float32(self.spec.eps))
-            return np.asarray(heads / lengths * self._vector(norm).reshape(-1, part.head_dim))
-        if norm and norm.size != part.head_dim:
-            return self._normed(x, norm, self.spec.eps).reshape(split)
-        return self._normed(x.reshape(split), norm, self.spec.eps)
-
-    def _rotated(self, part: Attention | Indexer, x: Floats, apart: int = 1) -> Floats:
-        """x (n, heads, head_dim), of every so manyth token. The elements after those of the pairs do not turn."""
-        rope = self.spec.ropes[part.rope]
-        is_long = self.context > rope.short_context and len(rope.long_frequencies) > 0
-        frequencies = np.array(rope.long_frequencies if is_long else rope.frequencies, np.float64)
-        angles = apart * np.arange(len(x))[:, None, None] * frequencies
-        cos = (np.cos(angles) * rope.magnitude).astype(np.float32)
-        sin = (np.sin(angles) * rope.magnitude).astype(np.float32)
-        n = len(frequencies)
-        first, second = (slice(0, n), slice(n, 2 * n))
-        if self.spec.architecture in NEIGHBOURS:
-            first, second = (slice(0, 2 * n, 2), slice(1, 2 * n, 2))
-        out = x.copy()
-        out[..., first] = x[..., first] * cos - x[..., second] * sin
-        out[..., second] = x[..., first] * sin + x[..., second] * cos
-        return out
-
-
-def gated(gate: Floats, up: Floats, activation: Activation) -> Floats:
-    match activation:
-        case "silu":
-            return gate / (1 + np.exp(-gate)) * up
-        case "gelu":  # in the form with tanh
-            inner = np.float32((2 / np.pi) ** 0.5) * (gate + np.float32(0.044715) * gate**3)
-            return np.float32(0.5) * gate * (1 + np.tanh(inner)) * up
-        case "relu":
-            return np.maximum(gate, 0) * up
-        case "relu2":
-            return np.maximum(gate, 0) ** 2 * up
-        case "swiglu_oai":  # gpt-oss's
-            gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
-            return gate / (1 + np.exp(np.float32(-1.702) * gate)) * (up + 1)
-        case SiluLimits():
-            return gated(
-                np.minimum(gate, activation.gate), np.clip(up, -activation.up, activation.up), "silu"
-            )
-
-
-def xielu(x: Floats, n: float, p: float, b: float, e: float) -> Floats:
-    negative = n * (np.expm1(np.minimum(x, e)) - x)
-    return np.asarray(np.where(x > 0, p * x * x, negative) + b * x, np.float32)
-
-
-def as_long(y: Floats, x: Floats) -> Floats:
-    """y, as long as x."""
-    lengths = np.linalg.norm(x, axis=-1, keepdims=True), np.linalg.norm(y, axis=-1, keepdims=True)
-    return np.asarray(y * lengths[0] / lengths[1])
-
-
-def centred(x: Floats) -> Floats:
-    return np.asarray(x - x.mean(-1, keepdims=True))
-
-
-def softmax(x: Floats) -> Floats:
-    p = np.exp(x - x.max(-1, keepdims=True))
-    return np.asarray(p / p.sum(-1, keepdims=True))
-
-
-def log_softmax(x: ArrayLike) -> NDArray[np.float64]:
-    y = np.asarray(x, np.float64)
-    y = y - y.max(-1, keepdims=True)
-    return np.asarray(y - np.log(np.exp(y).sum(-1, keepdims=True)))
 
 
 def wrong_by(log_probabilities: Floats, chosen: NDArray[Any]) -> Floats:

@@ -1,20 +1,19 @@
-"""Several residual streams, hashes of tokens and chosen tokens, for `reference`."""
+"""Several residual streams, and hashes of tokens, for `reference`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.description.hyper_connections import HashedEmbedding, HyperConnection, Mixing
 from engine.description.spec import HashedRows
-from engine.description.sublayers import Attention, Indexer, Vector
-from tests.reference_recurrent import RecurrentReference
-from tests.reference_weights import Floats, sigmoid
+from engine.description.sublayers import Vector
+from tests.reference_functions import sigmoid
+from tests.reference_weights import Floats, ReferenceWeights
 
 
-class ConnectedReference(RecurrentReference):
+class ConnectedReference(ReferenceWeights):
     """Each as its class's docstring has it, of streams (count, n, dim)."""
 
     def _normed_streams(self, streams: Floats, norm: Vector) -> Floats:
@@ -49,20 +48,6 @@ class ConnectedReference(RecurrentReference):
             back = (part.taps - 1 - tap) * part.dilation
             y[:, back:] += inputs[:, : inputs.shape[1] - back] * taps[:, None, :, tap]
         return streams + gated + y * sigmoid(y)
-
-    def _unchosen(self, attend: Attention, part: Indexer, h: Floats) -> NDArray[np.bool_]:
-        """Which tokens a query does not read: (n, n)."""
-        n, blocks, hidden = len(h), len(h) // part.block, np.zeros((len(h), len(h)), bool)
-        means = self._product(h, part.k)[: blocks * part.block].reshape(blocks, part.block, -1).mean(1)
-        keys = self._rotated(part, self._normed(means[:, None], part.k_norm, self.spec.eps), part.block)[:, 0]
-        q = self._product(h, part.q).reshape(n, part.heads, part.size)
-        q = self._rotated(part, self._normed(q, part.q_norm, self.spec.eps))
-        for token in range(n):
-            whole = (token + 1) // part.block
-            good = np.maximum(q[token] @ keys[:whole].T, 0).sum(0)
-            for block in np.argsort(-good, kind="stable")[part.top // part.block :]:
-                hidden[token, block * part.block : (block + 1) * part.block] = True
-        return hidden
 
 
 def hashed_rows(of: HashedRows, text: Sequence[int]) -> list[int]:

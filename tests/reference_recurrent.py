@@ -6,7 +6,8 @@ import numpy as np
 
 from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, SelectiveScan, ShortConv
 from engine.description.sublayers import Vector, Weight
-from tests.reference_weights import Floats, ReferenceWeights, sigmoid
+from tests.reference_functions import sigmoid
+from tests.reference_weights import Floats, ReferenceWeights
 
 
 class RecurrentReference(ReferenceWeights):

@@ -71,7 +71,3 @@ class ReferenceWeights:
             return x
         y = x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(eps)) * self._vector(norm)
         return y if bias is None else y + self._vector(bias)
-
-
-def sigmoid(x: Floats) -> Floats:
-    return np.asarray(1 / (1 + np.exp(-x)), np.float32)

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.description.architectures import read_spec
+from engine.description.attention import Attention
 from engine.description.encoder_input import resized
 from engine.description.encoder_kinds import FITTING
 from engine.description.spec import ModelSpec
-from engine.description.sublayers import Attention
 from engine.description.vision_reader import read_vision
 from engine.formats.gguf import GGUF
 from engine.formats.templates.prompt_pictures import PlacedPicture, SizedPicture
@@ -27,7 +27,7 @@ from engine.loading.weights import Weights
 from engine.runtime.pictures import Encoding, PictureRoom, Pictures, picture_ids
 from tests import oracles
 from tests.makers import load_maker
-from tests.reference import log_softmax
+from tests.reference_functions import log_softmax
 from tests.targets.lone_sequence import LoneSequence
 
 MODELS = ("tiny-qwen35", "tiny-gemma3", "tiny-gemma4", "tiny-gemma4-moe", "tiny-mistral3")

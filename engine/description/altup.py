@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from engine.description.attention import Attention
 from engine.description.checked_file import CheckedFile
+from engine.description.feed_forward import Dense, LayerEmbedding
 from engine.description.spec import Sublayer
-from engine.description.sublayers import Attention, Dense, LayerEmbedding, Operator, Roles, Vector, Weight
+from engine.description.sublayers import Operator, Roles, Vector, Weight
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from engine.description.checked_file import MOST
 from engine.description.deepstack import has_picture_parts, with_picture_parts
 from engine.description.draft_head import read_draft_head
 from engine.description.families import ARCHITECTURES, Family
+from engine.description.feed_forward import LayerEmbedding
 from engine.description.feed_forward_reader import FeedForwardReader
 from engine.description.file_kind import ASSISTANT, check_is_model, check_runs
 from engine.description.hyper_connections import (
@@ -29,7 +30,7 @@ from engine.description.hyper_connections import (
 from engine.description.loops import looped
 from engine.description.recurrent_reader import RecurrentReader
 from engine.description.spec import HashedRows, LayerEmbeddings, ModelSpec, Sublayer, Temperature
-from engine.description.sublayers import LayerEmbedding, Operator, Vector, Weight
+from engine.description.sublayers import Operator, Vector, Weight
 from engine.description.text_encoder import (
     EMBEDDING_NORM,
     last_norm,

@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.description.architectures import ModelReader
+from engine.description.attention import Attention
 from engine.description.families import ARCHITECTURES
 from engine.description.file_kind import ASSISTANT
 from engine.description.spec import ModelSpec, Narrowing, Sublayer
-from engine.description.sublayers import Attention
 from engine.errors import ModelFileError
 from engine.formats.ggml_types import TYPES
 from engine.formats.gguf import GGUF, damaged

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from engine.description.attention import Attention, Indexer
 from engine.description.families import Family
 from engine.description.head_reader import MAX_HEAD, AttentionHeads, HeadReader
 from engine.description.latent_reader import is_latent, read_latent_attention
-from engine.description.sublayers import Attention, Indexer, Vector, Weight
+from engine.description.sublayers import Vector, Weight
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged
 from engine.formats.rope_order import HeadOrder

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from engine.description.sublayers import Activation, Scoring
+from engine.description.feed_forward import Activation, Scoring
 
 Grid = Literal["in turn", "blocks", "four blocks"] | None
 

@@ -8,17 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from engine.description.checked_file import MOST
+from engine.description.feed_forward import Activation, Dense, Experts, Scoring, SideBySide, SiluLimits
 from engine.description.head_reader import HeadReader
-from engine.description.sublayers import (
-    Activation,
-    Dense,
-    Experts,
-    Scoring,
-    SideBySide,
-    SiluLimits,
-    Vector,
-    Weight,
-)
+from engine.description.sublayers import Vector, Weight
 from engine.errors import ModelFileError
 from engine.formats.gguf import damaged
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from engine.description.attention import LatentAttention
 from engine.description.head_reader import MAX_HEAD, AttentionHeads, HeadReader
 from engine.description.spec import Rope
-from engine.description.sublayers import LatentAttention, Weight
+from engine.description.sublayers import Weight
 from engine.errors import ModelFileError
 from engine.formats.quantization import read_as
 from engine.formats.rope_order import HeadOrder

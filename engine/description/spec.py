@@ -16,8 +16,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.description.attention import Attention
+from engine.description.feed_forward import Experts
 from engine.description.recurrent import Recurrent
-from engine.description.sublayers import Attention, Experts, Operator, Vector, Weight
+from engine.description.sublayers import Operator, Vector, Weight
 from engine.formats.ggml_types import TYPES
 from engine.formats.kv_format import KVFormat
 

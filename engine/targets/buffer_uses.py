@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from tinygrad import Tensor, UOp
 
-from engine.description.sublayers import Experts
+from engine.description.feed_forward import Experts
 from engine.measure.kernel_roles import BufferUse
 
 

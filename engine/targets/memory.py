@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.description.attention import Attention
 from engine.description.spec import ModelSpec
-from engine.description.sublayers import Attention, Weight
+from engine.description.sublayers import Weight
 from engine.formats.kv_format import KVFormat
 from engine.runtime.kv_blocks import BLOCK, blocks_of_one
 

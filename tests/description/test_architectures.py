@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from engine.description.architectures import read_spec
+from engine.description.attention import LatentAttention
 from engine.description.families import ARCHITECTURES
+from engine.description.feed_forward import Dense
 from engine.description.spec import ModelSpec
-from engine.description.sublayers import Dense, LatentAttention
 from engine.errors import ModelFileError, UsageError
 from engine.formats.gguf import GGUF
 from engine.formats.rope_order import HeadOrder

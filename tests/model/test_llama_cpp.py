@@ -12,7 +12,8 @@ from engine.loading.weights import Weights
 from engine.targets.cpu.runner import CPURunner
 from engine.targets.graph.runner import GraphRunner
 from tests import oracles
-from tests.reference import Reference, divergence, log_softmax
+from tests.reference import Reference, divergence
+from tests.reference_functions import log_softmax
 from tests.targets.lone_sequence import LoneSequence
 from tests.thorough import rarely
 

@@ -16,7 +16,8 @@ import pytest
 from engine.errors import BackendError
 from engine.peers.llama_process import find_llama_server
 from tests import generated_families, generated_model
-from tests.reference import Reference, log_softmax
+from tests.reference import Reference
+from tests.reference_functions import log_softmax
 from tests.thorough import thorough
 
 CONTEXT, STEPS, START_S = 256, 6, 20

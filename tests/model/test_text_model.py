@@ -28,7 +28,8 @@ from engine.runtime import grammar
 from engine.runtime.sampling import Sampler
 from engine.targets.cpu.runner import CPURunner
 from tests import generated_model
-from tests.reference import Reference, log_softmax
+from tests.reference import Reference
+from tests.reference_functions import log_softmax
 from tests.thorough import rarely
 
 GREEDY = Sampling(temperature=0)

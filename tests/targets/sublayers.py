@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 from tinygrad import Tensor, TinyJit
 
-from engine.description.sublayers import Experts
+from engine.description.feed_forward import Experts
 from engine.runtime.kv_blocks import BLOCK
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.step_state import TILES, TOKENS

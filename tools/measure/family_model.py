@@ -21,7 +21,8 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from tests import generated_model
-from tests.generated_families import ARCHITECTURES, Parts
+from tests.generated_families import ARCHITECTURES
+from tests.generated_parts import Parts
 from tests.generated_weights import random_matrix
 from tools.measure.mixed_model import more_bits, unique_rows
 

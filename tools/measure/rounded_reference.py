@@ -10,7 +10,9 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.description.sublayers import Activation, Attention, Experts, Vector, Weight
+from engine.description.attention import Attention
+from engine.description.feed_forward import Activation, Experts
+from engine.description.sublayers import Vector, Weight
 from tests import reference
 from tests.reference import Floats, Reference
 

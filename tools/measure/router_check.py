@@ -21,10 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.description.sublayers import MIN_PROBABILITY
+from engine.description.feed_forward import MIN_PROBABILITY
 from tests import oracles
 from tests.paths import SHARED
-from tests.reference import Reference, softmax, wrong_by
+from tests.reference import Reference, wrong_by
+from tests.reference_functions import softmax
 from tests.targets.layers import TIE, opened
 from tests.targets.sublayers import Array, See, Step, WatchedTransformer, cpu_step, graph_step, keep
 from tools.measure.engine_process import set_up

@@ -1,16 +1,10 @@
 """What computes each kind of sublayer on a CPU."""
 
 from engine.description.altup import Correction, LowRank, Merge, Prediction
+from engine.description.attention import Attention, LatentAttention
+from engine.description.feed_forward import Dense, Experts, LayerEmbedding, SideBySide
 from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, SelectiveScan, ShortConv
-from engine.description.sublayers import (
-    Attention,
-    Dense,
-    Experts,
-    LatentAttention,
-    LayerEmbedding,
-    Operator,
-    SideBySide,
-)
+from engine.description.sublayers import Operator
 from engine.targets.cpu.sublayers.attention import AttentionHandler
 from engine.targets.cpu.sublayers.delta_net import DeltaNetHandler, KeyedDeltaNetHandler
 from engine.targets.cpu.sublayers.dense import DenseHandler

@@ -8,8 +8,8 @@ from typing import cast
 import numpy as np
 from tinygrad import Tensor, dtypes
 
+from engine.description.attention import Indexer
 from engine.description.spec import ModelSpec
-from engine.description.sublayers import Indexer
 from engine.targets.graph.cached import stored_in
 from engine.targets.graph.parts import Parts, Run
 

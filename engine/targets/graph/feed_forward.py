@@ -6,16 +6,15 @@ import math
 
 from tinygrad import Tensor
 
-from engine.description.sublayers import (
+from engine.description.feed_forward import (
     MIN_PROBABILITY,
     Activation,
     Dense,
     Experts,
     SideBySide,
     SiluLimits,
-    Vector,
-    Weight,
 )
+from engine.description.sublayers import Vector, Weight
 from engine.targets.graph.parts import Parts, Run
 
 

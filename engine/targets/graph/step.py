@@ -13,19 +13,11 @@ import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 
 from engine.description.altup import Correction, LowRank, Merge, Prediction
+from engine.description.attention import Attention, LatentAttention
+from engine.description.feed_forward import Dense, Experts, LayerEmbedding, SideBySide
 from engine.description.hyper_connections import HashedEmbedding, HyperConnection, Mixing
 from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, SelectiveScan, ShortConv
-from engine.description.sublayers import (
-    Attention,
-    Dense,
-    Experts,
-    LatentAttention,
-    LayerEmbedding,
-    Operator,
-    SideBySide,
-    Vector,
-    Weight,
-)
+from engine.description.sublayers import Operator, Vector, Weight
 from engine.formats.kv_format import KVFormat
 from engine.kernels.device_memory import free_cached_memory
 from engine.kernels.quantized_matrix import QuantizedMatrix

@@ -218,7 +218,7 @@ class PromptStep(Step):
         self, matrices: Sequence[Matrix], activation: Activation, out: Tensor, sparsity: float = 0.0
     ) -> None:
         """Adds the product with gate and up, a matrix whose rows alternate or two (`gate_up_of`). With a `sparsity`,
-        which needs two, only the largest gates count (`engine.description.sublayers.Dense`)."""
+        which needs two, only the largest gates count (`engine.description.feed_forward.Dense`)."""
         if len(matrices) == 2:
             gate, up = (self.product(part, self.x, f"gate_up{i}") for i, part in enumerate(matrices))
             parts, least, n = (gate.parts, up.parts), None, matrices[0].rows

@@ -12,18 +12,11 @@ from numpy.typing import NDArray
 from tinygrad import Device, Tensor
 
 from engine.description.altup import Correction, LowRank, Merge, Prediction
+from engine.description.attention import Attention, LatentAttention
+from engine.description.feed_forward import Dense, Experts, LayerEmbedding, SideBySide
 from engine.description.recurrent import DeltaNet, Mamba, ShortConv
 from engine.description.spec import ModelSpec, Sublayer
-from engine.description.sublayers import (
-    Attention,
-    Dense,
-    Experts,
-    LatentAttention,
-    LayerEmbedding,
-    Operator,
-    SideBySide,
-    Weight,
-)
+from engine.description.sublayers import Operator, Weight
 from engine.formats.kv_format import KVFormat
 from engine.kernels.device_memory import DeviceCounts, to_device
 from engine.loading.weights import Weights

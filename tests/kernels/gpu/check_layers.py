@@ -13,7 +13,7 @@ from tinygrad.uop.ops import Ops
 
 from engine.description.altup import Modes
 from engine.description.architectures import read_spec
-from engine.description.sublayers import Experts, SideBySide
+from engine.description.feed_forward import Experts, SideBySide
 from engine.formats.gguf import GGUF
 from engine.loading.weights import Weights
 from engine.model.memory_need import memory_need

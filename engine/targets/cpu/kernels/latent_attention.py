@@ -1,4 +1,4 @@
-"""What latent attention computes beside products and attention (`engine.description.sublayers.LatentAttention`).
+"""What latent attention computes beside products and attention (`engine.description.attention.LatentAttention`).
 
     q, k · heads' product · join · rotate · attend · take · heads' product · order · o
 

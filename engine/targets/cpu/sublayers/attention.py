@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tinygrad import Tensor, dtypes
 
-from engine.description.sublayers import Attention
+from engine.description.attention import Attention
 from engine.measure.kernel_roles import BufferUse
 from engine.runtime.kv_blocks import BLOCK
 from engine.targets.buffer_uses import BufferUses

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from tinygrad import Tensor, dtypes
 
-from engine.description.sublayers import Dense
+from engine.description.feed_forward import Dense
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.cpu.kernels import memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tinygrad import Tensor, dtypes
 
-from engine.description.sublayers import Experts
+from engine.description.feed_forward import Experts
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.cpu.kernels import memory

@@ -180,7 +180,7 @@ def softplus(x: UOp) -> UOp:
 
 
 def curved(x: UOp, curve: UOp) -> UOp:
-    """xIELU of x (`engine.description.sublayers.Dense`), whose four numbers are a buffer."""
+    """xIELU of x (`engine.description.feed_forward.Dense`), whose four numbers are a buffer."""
     n, p, b, e = load_run(curve, 0, 4)
     negative = n * ((x.minimum(e) * f32(LOG2_E)).exp2() - f32(1) - x)
     return (x > 0).where(p * x * x, negative) + b * x
@@ -243,7 +243,7 @@ def inverse_rms(sum_of_squares: UOp, n: int, eps: float) -> UOp:
 
 def least_counting(mean: UOp, squares: UOp, n: int, sparsity: float) -> UOp:
     """What n gates have to exceed to count, from their mean and the sum of their squares
-    (`engine.description.sublayers.Dense`)."""
+    (`engine.description.feed_forward.Dense`)."""
     deviation = ((squares - mean * mean * f32(n)) * f32(1 / (n - 1))).maximum(0.0).sqrt()
     return mean + deviation * f32(sparsity)
 

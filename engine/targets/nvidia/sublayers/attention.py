@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from tinygrad import Tensor, dtypes
 
-from engine.description.sublayers import Attention
+from engine.description.attention import Attention
 from engine.kernels.device_memory import device_zeros, to_device
 from engine.loading.weights import Weights
 from engine.measure.kernel_roles import BufferUse

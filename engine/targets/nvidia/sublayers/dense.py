@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from tinygrad import Tensor
 
-from engine.description.sublayers import Dense
+from engine.description.feed_forward import Dense
 from engine.kernels.device_memory import to_device
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses

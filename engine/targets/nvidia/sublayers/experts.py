@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from tinygrad import Tensor, dtypes
 
-from engine.description.sublayers import Experts
+from engine.description.feed_forward import Experts
 from engine.kernels.device_memory import to_device
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from tinygrad import Tensor
 
-from engine.description.sublayers import Dense, Vector, Weight
+from engine.description.feed_forward import Dense
+from engine.description.sublayers import Vector, Weight
 from engine.formats.kv_format import KVFormat
 from engine.kernels.device_memory import to_device
 from engine.loading.weights import Weights

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from tinygrad import Tensor, dtypes
 
-from engine.description.sublayers import LatentAttention
+from engine.description.attention import LatentAttention
 from engine.kernels.device_memory import part_of, to_device
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses

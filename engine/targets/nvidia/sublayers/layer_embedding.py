@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from tinygrad import Tensor
 
+from engine.description.feed_forward import LayerEmbedding
 from engine.description.spec import LayerEmbeddings
-from engine.description.sublayers import LayerEmbedding
 from engine.kernels.device_memory import part_of
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses

@@ -5,7 +5,7 @@ In decode they share kernels: the router and the layer's gate+up, and both downs
 
 from __future__ import annotations
 
-from engine.description.sublayers import SideBySide
+from engine.description.feed_forward import SideBySide
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeStep

@@ -1,4 +1,4 @@
-"""The vectors of latent attention (`engine.description.sublayers.LatentAttention`) as attention reads them.
+"""The vectors of latent attention (`engine.description.attention.LatentAttention`) as attention reads them.
 
 A vector has its rotated elements in two halves, each before one of the latent elements: so those of a pair are half a
 vector apart, as in other heads.
