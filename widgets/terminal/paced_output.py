@@ -25,6 +25,8 @@ from textual.events import Event, Key, Resize
 from textual.message import Message
 from textual.screen import Screen
 
+import widgets.terminal.closed_pages
+import widgets.terminal.whole_characters  # noqa: F401 (both change what draws rows)
 from widgets.terminal.pastes import ANSWERED
 from widgets.terminal.row_compositor import ChangedRows, RowCompositor
 from widgets.terminal.screen_rows import ScreenRows
