@@ -138,14 +138,12 @@ def install(dev: str) -> None:
         unused_renderers,
     )
 
-    codegen_threads.apply()
-    compiler_processes.apply()
-    graph_nodes.apply()
-    graph_rewrites.apply()
-    index_lowering.apply()
-    slice_shapes.apply()
-    device = _device(dev)
+    for fix in (
+        codegen_threads, compiler_processes, graph_nodes, graph_rewrites, index_lowering, slice_shapes,
+    ):  # fmt: skip
+        fix.apply()
     unused_renderers.apply(dev)
+    device = _device(dev)
     if device == "CPU":
         from engine.fixes import compiler_output
 
@@ -168,15 +166,12 @@ def install(dev: str) -> None:
             warpgroup_products,
         )
 
-        driver_calls.apply()
-        dynamic_shared.apply()
-        early_launch.apply()
-        graph_leftovers.apply()
-        graph_sizes.apply()
-        load_order.apply()
-        idle_threads.apply()
-        streamed_loads.apply()
-        warpgroup_products.apply()
+        # In this order: two of them come after others, as they say.
+        for fix in (
+            driver_calls, dynamic_shared, early_launch, graph_leftovers, graph_sizes, load_order, idle_threads,
+            streamed_loads, warpgroup_products,
+        ):  # fmt: skip
+            fix.apply()
     if device == "NV":
         from engine.fixes import nv_windows, visible_gpus
 

@@ -47,9 +47,6 @@ _ENCODERS = {"v.": "vision", "a.": "audio"}
 _PROJECTOR = "mm."
 """And those of the layer between them and the model."""
 
-_LFM2_NORM = "token_embd_norm.weight"
-"""What files of LFM2 call the last norm."""
-
 _UNREAD = ".attn_rot_embd.weight", ".input_scale"
 """What nobody reads: frequencies of rotary embeddings in old files of llama, and what files of NVFP4 have for
 activations of such small floats."""
@@ -99,37 +96,20 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
     # --- the model -------------------------------------------------------------------------------------
 
     def spec(self) -> ModelSpec:
-        vocab = self.file.tensors["token_embd.weight"].shape[0]
-        embedding = head = self.weight("token_embd", vocab, self.dim)
-        if self.has("output.weight"):
-            head = self.weight("output", vocab, self.dim)
+        family, vocab = self.family, self.file.tensors["token_embd.weight"].shape[0]
+        embedding = self.weight("token_embd", vocab, self.dim)
         # The stream is kept divided by granite's multiplier of what layers add to it: only norms read it, and a norm of
         # x / c with eps / c**2 is that of x with eps.
-        family = self.family
         residual = self.factor("residual_scale", family.depth_scale / math.sqrt(self.layers) or 1.0)
-        unsaid = math.sqrt(self.dim) if family.scaled_embedding else family.embedding_scale
-        scale = self.factor("embedding_scale", unsaid) / residual
-        if not 1 / MOST <= abs(scale) <= MOST:
-            raise ValueError(scale)
-        # Pictures are multiplied as texts are, but by Gemma, and where they have parts.
-        picture_scale = 1 / residual if has_picture_parts(self.file, self.architecture) else scale
-        picture_scale = 1.0 if family.scaled_embedding else picture_scale
+        scale, picture_scale = self._scales(residual)
+        is_centred, eps = self._norms()
+        ends_normed, name = has_connections(self), self._last_norm()
+        norm = Vector("", self.dim) if ends_normed else self.stream_norm(f"{name}.weight")
         logit_scale = self.factor("logit_scale", family.base_width / self.dim or 1.0)
-        eps = self.number("attention.layer_norm_rms_epsilon", family.eps)
-        has_rms_norms = self.key("attention.layer_norm_rms_epsilon") in self.file.metadata
-        is_centred = family.layer_norms and not (family.averages_shared and has_rms_norms)
-        eps = self.number("attention.layer_norm_epsilon", eps) if is_centred else eps
-        last = "enc.output_norm" if self.has("enc.output_norm.weight") else "output_norm"  # NeoBERT's name
-        last = last_norm(self.layers) if family.normed_after else last
-        is_lfm2 = self.has(_LFM2_NORM) and not self.has(f"{last}.weight")
-        has_norm = self.has("blk.0.attn_norm.weight") and not is_lfm2
-        ends_normed = has_connections(self)
-        norm = (
-            Vector("", self.dim)
-            if ends_normed
-            else self.stream_norm(_LFM2_NORM if is_lfm2 else f"{last}.weight")
-        )
+        logit_factor = logit_scale if family.multiplied_logits else 1 / logit_scale
         self.hashed = read_hashed_rows(self, self.dim)
+        # That of the embeddings, unless it is the last one, which LFM2 calls so.
+        has_norm = self.has("blk.0.attn_norm.weight") and name != EMBEDDING_NORM
         embedding_norm = self.vector(f"{EMBEDDING_NORM}.weight", self.dim) if has_norm else None
         spec = ModelSpec(
             architecture=self.architecture,
@@ -146,28 +126,22 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
                 *((read_merge(self, self.dim),) if has_streams(self) else ()),
                 *((read_last_mixing(self, self.dim),) if ends_normed else ()),
             ),
-            output_norm=Vector(
-                norm.tensor, norm.size, factor=logit_scale if family.multiplied_logits else 1 / logit_scale
-            ),
-            output_norm_bias=self.vector(f"{last}.bias", self.dim),
+            output_norm=Vector(norm.tensor, norm.size, factor=logit_factor),
+            output_norm_bias=self.vector(f"{name}.bias", self.dim),
             head_bias=self.vector("output.bias", vocab),
             centred=is_centred,
-            head=head,
+            head=self.weight("output", vocab, self.dim) if self.has("output.weight") else embedding,
             ropes=tuple(self.ropes),
             eps=eps,
             stream_eps=eps / residual**2,
             post_eps=family.post_eps,
-            softcap=self.number("final_logit_softcapping", self.family.logit_cap),
+            softcap=self.number("final_logit_softcapping", family.logit_cap),
             temperature=self.temperature(),
             layer_embeddings=self.layer_embeddings(vocab) if self.layer_embedding else None,
             hashed=self.hashed,
             ends_normed=ends_normed,
-            draft_layers=self.draft_layers or int(any(name.startswith(_DRAFT) for name in self.file.tensors)),
-            encoders=tuple(
-                encoder
-                for begin, encoder in _ENCODERS.items()
-                if any(name.startswith(begin) for name in self.file.tensors)
-            ),
+            draft_layers=self.draft_layers or int(self._has_any(_DRAFT)),
+            encoders=tuple(encoder for begin, encoder in _ENCODERS.items() if self._has_any(begin)),
             positions=self.table("position_embd", self.context),
             embedding_norm=Vector("", self.dim) if family.normed_embedding else embedding_norm,
             embedding_norm_bias=self.vector(f"{EMBEDDING_NORM}.bias", self.dim) if has_norm else None,
@@ -180,6 +154,41 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
         if self.draft_layers == 1 and not (family.layer_norms or ends_normed):
             draft_head = read_draft_head(self, self.layers, self.layer, self.ropes, spec)
             spec = replace(spec, draft_head=draft_head)
+        self._check_all_is_read()
+        return spec
+
+    def _scales(self, residual: float) -> tuple[float, float]:
+        """By what the embeddings of tokens and of pictures are multiplied, for a stream that is kept divided by
+        `residual`. Pictures are multiplied as texts are, but by Gemma, and where they have parts. Raises ValueError."""
+        family = self.family
+        unsaid = math.sqrt(self.dim) if family.scaled_embedding else family.embedding_scale
+        scale = self.factor("embedding_scale", unsaid) / residual
+        if not 1 / MOST <= abs(scale) <= MOST:
+            raise ValueError(scale)
+        if family.scaled_embedding:
+            return scale, 1.0
+        return scale, 1 / residual if has_picture_parts(self.file, self.architecture) else scale
+
+    def _norms(self) -> tuple[bool, float]:
+        """Whether norms take the mean off, and what they add to the mean square."""
+        family, rms_eps = self.family, "attention.layer_norm_rms_epsilon"
+        has_rms_norms = self.key(rms_eps) in self.file.metadata
+        is_centred = family.layer_norms and not (family.averages_shared and has_rms_norms)
+        eps = self.number(rms_eps, family.eps)
+        return is_centred, self.number("attention.layer_norm_epsilon", eps) if is_centred else eps
+
+    def _last_norm(self) -> str:
+        """The name of the last norm, without the suffix."""
+        name = "enc.output_norm" if self.has("enc.output_norm.weight") else "output_norm"  # NeoBERT's name
+        name = last_norm(self.layers) if self.family.normed_after else name
+        is_lfm2 = self.has(f"{EMBEDDING_NORM}.weight") and not self.has(f"{name}.weight")
+        return EMBEDDING_NORM if is_lfm2 else name
+
+    def _has_any(self, begin: str) -> bool:
+        """Whether the name of a tensor begins so."""
+        return any(name.startswith(begin) for name in self.file.tensors)
+
+    def _check_all_is_read(self) -> None:
         self.used.update(filter(self.is_left_out, self.file.tensors))
         if unread := sorted(self.file.tensors.keys() - self.used):
             raise ModelFileError(
@@ -187,7 +196,6 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
                 f"architecture {self.architecture}.",
                 "It is of a variant that orin-chat does not run. Choose another model.",
             )
-        return spec
 
     def temperature(self) -> Temperature | None:
         tempered = self.family.tempered_full if self.has_windows else None
