@@ -29,6 +29,7 @@ _WITH_V1: dict[str, type[Any]] = {
     "/messages": MessagesBody,
     "/messages/count_tokens": CountBody,
     "/responses": ResponsesBody,
+    "/responses/compact": ResponsesBody,
     "/responses/input_tokens": ResponsesBody,
     "/embeddings": embeddings.EmbeddingsBody,
     "/rerank": embeddings.RerankBody,

@@ -106,6 +106,7 @@ def _with_and_without_v1(endpoints: Endpoints) -> list[Entry]:
         ("POST", "/messages", endpoints.completing(anthropic.MessagesBody, anthropic.asked)),
         ("POST", "/messages/count_tokens", endpoints.computing(anthropic.CountBody, anthropic.counted)),
         ("POST", "/responses", endpoints.remembering(ResponsesBody, responses.asked)),
+        ("POST", "/responses/compact", endpoints.remembering(ResponsesBody, responses.compacted)),
         ("POST", "/responses/input_tokens", endpoints.count_response),
         ("GET", "/responses/{id}", endpoints.recalling(responses.remembered)),
         ("DELETE", "/responses/{id}", endpoints.forget_response),

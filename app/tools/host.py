@@ -35,6 +35,7 @@ from mcp_types import (
     TextContent,
     TextResourceContents,
 )
+from pydantic import ValidationError
 
 from app.tools.checked_stream import FLOODED, MOST_MESSAGES, CheckedStream, Flood
 from app.tools.messages import (
@@ -181,6 +182,10 @@ class Connection:
             program = self._server.words[0]
             hint = " (what follows the program goes into args)" if " " in program else ""
             return f"does not start: {error.strerror or error}: {program}{hint}"
+        if isinstance(error, ValidationError):
+            flaw = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            place = ".".join(map(str, (error.title, *flaw["loc"])))
+            return f"sent an answer that MCP does not have: {place[:100]}: {flaw['msg'][:200]}"
         text = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         return f"failed: {text[:300]}"
 

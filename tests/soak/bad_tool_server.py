@@ -203,7 +203,7 @@ for line in sys.stdin:
                 id,
                 {
                     "protocolVersion": parameters["protocolVersion"],
-                    "capabilities": {"tools": {}},
+                    "capabilities": 7 if FAULT == "has wrong capabilities" else {"tools": {}},
                     "serverInfo": {"name": HOSTILE, "version": "1"},
                 },
             )

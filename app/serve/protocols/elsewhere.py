@@ -24,7 +24,6 @@ _SENTENCES = {
     "conversations": "This server keeps no conversations but by previous_response_id.",
     "evals": "This server has no evaluations.",
     "containers": "This server runs no code.",
-    "compact": "This server sums up no conversations: send fewer items, or truncation auto.",
     "chat": "This server keeps no completed chats: send the messages again.",
     "skills": "This server runs no code.",
     "complete": "Send /v1/messages in place of this old form.",

@@ -70,7 +70,11 @@ class ResponseReply(Reply):
         if not self._is_created:
             yield from self.begin()
         else:
-            yield self._event("response.in_progress", response=self.response("in_progress"))
+            short: Json = {
+                "instructions": None,
+                "tools": [],
+            }  # which may have megabytes, and were in the first events
+            yield self._event("response.in_progress", response=self.response("in_progress") | short)
 
     def failed(self, error: ApiError) -> Json:
         code = error.code if error.code == CONTEXT else error.kind

@@ -14,7 +14,7 @@ import msgspec
 
 from app.serve.bodies import MAX_BODY_BYTES
 from app.serve.errors import ApiError, wrong
-from app.serve.protocols import chat
+from app.serve.protocols import chat, compaction
 from app.serve.protocols.common.conversation import (
     FILES,
     TEXTS,
@@ -31,7 +31,16 @@ from app.serve.protocols.common.remembered import Conversations, Remembered
 from app.serve.protocols.common.reply import Asked, Json
 from app.serve.protocols.common.requests import MAX_USER
 from app.serve.protocols.common.thinking import Reasoning
-from app.serve.protocols.common.tools import Allowed, Choice, Function, Named, Tool, ToolChoice, nested
+from app.serve.protocols.common.tools import (
+    Allowed,
+    Choice,
+    Function,
+    Named,
+    Tool,
+    ToolChoice,
+    Tools,
+    nested,
+)
 from app.serve.protocols.response_body import ResponsesBody, ResponseToolChoice, Spaces, TextConfig, is_name
 from app.serve.protocols.response_reply import SEALED, ResponseReply
 from app.serve.protocols.shortening import shorten
@@ -41,6 +50,16 @@ from app.serve.service import Service
 def asked(body: ResponsesBody, service: Service, kept: Conversations, owner: str) -> Asked:
     """May take as long as the text is. Raises ApiError."""
     made, spaces, items = as_chat(body, kept, owner)
+    user = (body.safety_identifier or body.user or "")[:MAX_USER]
+    if compaction.is_asked(items):
+        summary, note = compaction.summary_request(made, service)
+        short = compaction.Compaction(body, service.model, service.file.tokenizer, Tools())
+        if body.is_stored:
+            before = items[:-1]
+            short.keep = lambda: kept.keep(
+                short.id, Remembered(owner, [*before, *short.output], len(before), short.whole())
+            )
+        return Asked([summary], short, bool(body.stream), asker=user, note=note)
     shortened = shorten(made, service) if body.truncation == "auto" else ""
     request, tools = chat.chat_request(made, service)
     reply = ResponseReply(body, service.model, service.file.tokenizer, tools, spaces)
@@ -48,9 +67,18 @@ def asked(body: ResponsesBody, service: Service, kept: Conversations, owner: str
         reply.keep = lambda: kept.keep(
             reply.id, Remembered(owner, [*items, *reply.output], len(items), reply.whole()), reply.output
         )
-    user = (body.safety_identifier or body.user or "")[:MAX_USER]
     one_call, note = body.parallel_tool_calls is False, "; ".join(filter(None, (tools.note, shortened)))
     return Asked([request], reply, bool(body.stream), asker=user, note=note, one_call=one_call)
+
+
+def compacted(body: ResponsesBody, service: Service, kept: Conversations, owner: str) -> Asked:
+    """A summary of the conversation. May take as long as the text is. Raises ApiError."""
+    made, _, items = as_chat(body, kept, owner)
+    summary, note = compaction.summary_request(made, service)
+    context = service.ready.context_length if service.ready else 0
+    reply = compaction.Compaction(body, service.model, service.file.tokenizer, Tools())
+    reply.repeats(items, int(context * compaction.SUMMARY_SHARE))
+    return Asked([summary], reply, is_streamed=False, note=note)
 
 
 def counted(body: ResponsesBody, service: Service, kept: Conversations, owner: str) -> Json:
@@ -60,6 +88,9 @@ def counted(body: ResponsesBody, service: Service, kept: Conversations, owner: s
 
 
 def remembered(known: Remembered, _: object) -> Json:
+    """Raises ApiError for what is no response."""
+    if known.response.get("object") == "interaction":
+        raise ApiError(404, "This is no response: GET /v1beta/interactions/ID tells of an interaction.")
     return known.response
 
 
@@ -212,6 +243,8 @@ class _Messages:
         match item.get("type", "message"):
             case "message":
                 self._message(item, param)
+            case kind if kind in compaction.KINDS:
+                self._sum_up(item)
             case "reasoning":
                 self._assistant(begins=True)
                 self._thoughts.append(_thought(item))
@@ -225,6 +258,13 @@ class _Messages:
                 self._end_turn()
                 content = _output(item.get("output"), param, of_tool=True)
                 self._messages.append(ChatMessage("tool", content, tool_call_id=_text_field(item, "call_id")))
+
+    def _sum_up(self, item: dict[str, Any]) -> None:
+        """A summary takes the place of all before it but what the user said."""
+        self._end_turn()
+        if summary := compaction.message_of(item):
+            said = [message for message in self._messages if message.role not in ("assistant", "tool")]
+            self._messages = [*said, summary]
 
     def _message(self, item: dict[str, Any], param: str) -> None:
         role, content = _text_field(item, "role"), _output(item.get("content"), param)

@@ -9,7 +9,7 @@ from app.serve.protocols.common.conversation import TEXTS, ChatMessage, Part
 from app.serve.service import Service
 from widgets.text import counted
 
-_STAY = "system", "developer"
+STAY = "system", "developer"
 _MESSAGE_BYTES = 64  # what a template adds to each message, at most
 _TOKEN_BYTES = 16  # an average token has fewer
 
@@ -25,12 +25,12 @@ def shorten(body: chat.ChatBody, service: Service) -> str:
     # So much of the end may have to be made into tokens, to see whether it fits.
     most_bytes = min(_TOKEN_BYTES * context, MAX_TEXT_BYTES)
     fits = size < context  # a token has a byte or more
-    stays = sum(_size(message) for message in messages if message.role in _STAY)
+    stays = sum(_size(message) for message in messages if message.role in STAY)
     if fits or stays > most_bytes or any(map(_has_picture, messages)):
         return ""
 
     def begin(start: int) -> None:
-        body.messages = [m for i, m in enumerate(messages) if i >= start or m.role in _STAY]
+        body.messages = [m for i, m in enumerate(messages) if i >= start or m.role in STAY]
 
     def tokens(start: int) -> int:
         begin(start)

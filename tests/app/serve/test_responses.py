@@ -6,6 +6,7 @@ import threading
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from app.serve import bodies
 from app.serve.bodies import MAX_BODY_BYTES, MAX_PARTS
@@ -15,7 +16,7 @@ from app.serve.long_work import LongWork
 from app.serve.protocols import responses
 from app.serve.protocols.common.remembered import Conversations, Remembered
 from engine.protocol.events import Failed
-from tests.app.fake_engine import TOO_LONG, FakeEngine, reply
+from tests.app.fake_engine import READY, TOO_LONG, FakeEngine, reply
 from tests.app.serve.conftest import WEATHER, error
 from tests.waiting import until
 
@@ -325,9 +326,11 @@ async def test_events_come_while_a_prompt_is_read(served, sent, monkeypatch, beg
     monkeypatch.setattr("app.serve.http.KEEP_ALIVE_S", 0.01)
     events = reply("Hello.")
     client, service = served(FakeEngine([*events[:1], None, *events[1:]] if begun else [None, *events]))
-    asked = asyncio.ensure_future(streamed(client, {}))
+    asked = asyncio.ensure_future(streamed(client, {"instructions": "Be brief."}))
     await until(lambda: sum(part.count(b"event: response.in_progress") for part in sent) > 1)
     service.engine.release()
+    instructions = [event["response"]["instructions"] for event in (await asked)[:3]]
+    assert instructions == ["Be brief.", "Be brief.", None]  # long ones are not sent every 5 s
     kinds = [event["type"] for event in await asked]
     assert kinds[:2] == ["response.created", "response.in_progress"] and kinds.count("response.created") == 1
     assert kinds[2] == "response.in_progress" and kinds[-1] == "response.completed"
@@ -351,3 +354,77 @@ async def test_tools_in_a_namespace(served):
     shown = [tool["function"]["name"] for tool in json.loads(engine.requests[1].prompt.tools)]
     assert shown == ["agents__spawn", "get_weather"] and not engine.requests[1].prompt.think
     assert engine.requests[1].prompt.messages[1].tool_calls[0].name == "agents__spawn"
+
+
+LONG = [
+    {"role": "user", "content": "Mend it."},
+    {"type": "function_call", "call_id": "c", "name": "get_weather", "arguments": '{"city": "Rome"}'},
+    {"type": "function_call_output", "call_id": "c", "output": "Sunny"},
+]
+
+
+async def test_a_conversation_is_summed_up_where_its_client_asks_for_it(served):
+    """As Codex CLI does, of servers that it takes for OpenAI's."""
+    engine = FakeEngine(reply("Rome is sunny.", "Hm."), reply("So."))
+    client, _ = served(engine)
+    asked = {"tools": [TOOL], "store": False, "instructions": "Be brief."}
+    events = await streamed(client, asked | {"input": [*LONG, {"type": "compaction_trigger"}]})
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds == ["created", "in_progress", "output_item.added", "output_item.done", "completed"]
+    [item] = events[-1]["response"]["output"]
+    assert item["type"] == "compaction" and item == events[3]["item"]
+    request = engine.requests[0]
+    *before, last = request.prompt.messages
+    assert [message.role for message in before] == ["system", "user", "assistant", "tool"]
+    assert last.role == "user" and last.content.startswith("Sum up") and request.prompt.tools
+    assert not request.prompt.think and request.max_tokens == READY.context_length // 4
+    given = [{"role": "user", "content": "Mend it."}, item, {"role": "user", "content": "Go on."}]
+    await client.post(PATH, json=asked | {"input": [*LONG, *given[1:]]})
+    await client.post(PATH, json=asked | {"input": given})
+    _, with_all, shorter = engine.requests
+    assert with_all.prompt == shorter.prompt
+    assert [message.role for message in shorter.prompt.messages] == ["system", "user", "user", "user"]
+    assert shorter.prompt.messages[2].content.endswith("Rome is sunny.")
+
+
+async def test_a_summary_at_a_path_of_its_own(served):
+    engine = FakeEngine(reply("Rome is sunny."))
+    client, _ = served(engine)
+    old = {"role": "user", "content": "x" * 8000}
+    response = (await client.post(f"{PATH}/compact", json={"model": "m", "input": [old, *LONG]})).json()
+    message, item = response["output"]
+    assert response["object"] == "response.compaction" and response["usage"]["input_tokens"]
+    assert message["content"] == [{"type": "input_text", "text": "Mend it."}] and message["role"] == "user"
+    assert item["type"] == "compaction"
+    foreign = {"type": "compaction", "encrypted_content": "gAAAA"}
+    await client.post(PATH, json={"input": [*LONG, foreign]})
+    assert len(engine.requests[1].prompt.messages) == 3
+
+
+async def test_a_conversation_that_is_too_long_for_its_summary_is_cut(served):
+    engine = FakeEngine(reply("It was long."))
+    client, service = served(engine, ready=replace(READY, context_length=1024))
+    outputs = [
+        {"type": "function_call_output", "call_id": "c", "output": f"{i} " + "abc " * 400} for i in range(9)
+    ]
+    calls = [{**LONG[1], "call_id": "c"}] * 9
+    items = [LONG[0], *(each for pair in zip(calls, outputs, strict=True) for each in pair)]
+    assert (await client.post(f"{PATH}/compact", json={"input": items})).status_code == 200
+    messages = engine.requests[0].prompt.messages
+    assert len(messages) == 20 and messages[2].content.endswith("(left out)")
+    assert messages[-2].content != messages[2].content and "9 long messages cut" in service.handled[0].note
+
+
+async def test_no_summary_is_an_error(served):
+    client, _ = served(FakeEngine(reply(" ")))
+    response = await client.post(f"{PATH}/compact", json={"input": "Hi"})
+    assert response.status_code == 500 and "no summary" in error(response)["message"]
+    events = await streamed(client, {"input": [{"type": "compaction_trigger"}]})
+    assert events[-1]["type"] == "response.failed"
+
+
+async def test_an_interaction_is_no_response(served):
+    client, _ = served(FakeEngine(reply("Good day.")))
+    id = (await client.post("/v1beta/interactions", json={"input": "Hi"})).json()["id"]
+    response = await client.get(f"{PATH}/{id}")
+    assert response.status_code == 404 and "interactions" in error(response)["message"]

@@ -132,7 +132,7 @@ async def test_faults_of_servers_harm_no_other():
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as web:
         url = f"http://127.0.0.1:{web.sockets[0].getsockname()[1]}/mcp"
         servers = {"odd": "sends surrogates", "wrong": "has invalid tools", "good": "none"}
-        servers["new"] = "changes its tools"
+        servers |= {"new": "changes its tools", "first": "has wrong capabilities"}
         box = Toolbox(
             {name: faulty(fault) for name, fault in servers.items()}
             | {"deaf": faulty("stops reading", timeout_s=0.2), "web": Server(url=url)}
@@ -140,6 +140,8 @@ async def test_faults_of_servers_harm_no_other():
         await box.start()
         try:
             assert box.states["web"].text == "failed: it sent a compressed answer, which nobody asked for"
+            problem = "sent an answer that MCP does not have: InitializeResult.capabilities: Input should be"
+            assert box.states["first"].text.startswith(problem)
             assert (await call(box, "new.echo", text="hello")).text == "hello"
             assert (await call(box, "odd.echo", text="hello")).text.startswith("\ufffd ")
             assert (await call(box, "wrong.echo", text="hello")).text == "hello"
