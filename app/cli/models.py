@@ -15,7 +15,10 @@ from app.chat.settings import Settings
 from app.cli import options
 from app.cli.download import fetch, write_json
 from engine.catalog import cache
-from engine.catalog.names import draft_for, hub_hint
+from engine.catalog.downloads import find_on_hub
+from engine.catalog.hub import DownloadError
+from engine.catalog.memory_fit import fits, memory_bytes
+from engine.catalog.names import HubModel, WebFile, draft_for, hub_hint, short_name
 from engine.description.architectures import read_spec
 from engine.description.spec import ModelSpec
 from engine.errors import ModelFileError, OrinError, UsageError
@@ -173,15 +176,14 @@ def _is_confirmed(question: str) -> bool:
 
 def show(args: Namespace, aliases: Mapping[str, str]) -> None:
     """Prints what a model's file says, and the decode speed that this machine's memory allows. Of a file that cannot be
-    run, nothing is said of speed."""
+    run, nothing is said of speed. Of a model that is not here, the error says how large it is."""
     source, path = source_of(args.model, aliases)
     if path is None and isinstance(source, Path) and source.exists():
         path = source  # reading it tells what it is: a folder, a pipe
     if path is None:
-        raise ModelFileError(
-            f"{source} is not on this machine.",
-            _meant(args.model) if isinstance(source, Path) else call(f"pull {source}"),
-        )
+        here = f"{source} is not on this machine."
+        hint = _meant(args.model) if isinstance(source, Path) else _to_download(source, aliases, args.backend)
+        raise ModelFileError(here, hint)
     entry = read_entry(source, path, aliases)
     with GGUF(path) as file:
         metadata = {key: _plain(value) for key, value in file.metadata.items()}
@@ -237,6 +239,21 @@ def show(args: Namespace, aliases: Mapping[str, str]) -> None:
     width = min(KEY_CHARS, max(len(one_line(key)) for key, _ in rows))
     for key, value in rows:
         print(f"{one_line(key).ljust(width)}  {one_line(value)[:VALUE_CHARS]}".rstrip())
+
+
+def _to_download(source: HubModel | WebFile, aliases: Mapping[str, str], backend: str) -> str:
+    """The command that downloads a model, after what the hub says of its size, if it can be asked. Raises
+    ModelFileError if the engine cannot run it."""
+    command = call(f"pull {short_name(source, aliases)}")
+    if isinstance(source, WebFile):
+        return f"{command} downloads it."
+    try:
+        size, memory = find_on_hub(source).size_bytes, memory_bytes(backend)
+    except (DownloadError, UsageError):
+        return f"{command} downloads it."
+    room = f"{as_bytes(memory)} of memory"
+    fit = f"fits into {room}" if fits(memory, size) else f"does not fit into {room}"
+    return f"It has {as_bytes(size)}{f' and {fit}' if memory else ''}: {command} downloads it."
 
 
 def _speed_rows(

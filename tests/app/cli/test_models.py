@@ -375,6 +375,19 @@ def test_show_of_what_is_not_here(run, fake_hub, name, sentence):
     assert (code, out) == (3, "") and sentence in err
 
 
+def test_show_says_whether_a_model_that_is_not_here_would_fit(run, fake_hub, monkeypatch):
+    monkeypatch.setattr("app.cli.models.memory_bytes", lambda backend: 100_000 if backend == "CPU" else 0)
+    pull = f"{call(f'pull {NAME}')} downloads it."
+    assert f"machine. It has 150 kB: {pull}" in run("show", NAME)[2]
+    assert (
+        f"It has 150 kB and does not fit into 100 kB of memory: {pull}"
+        in run("show", NAME, "--backend", "CPU")[2]
+    )
+    assert (
+        "It has 90.0 kB and fits into" in run("show", NAME.replace("Q8_0", "Q4_K_M"), "--backend", "CPU")[2]
+    )
+
+
 def test_metadata_are_data(run, home, monkeypatch):
     monkeypatch.setattr("engine.measure.bandwidth.copy_gbps", lambda _: 100.0)
     path = write(home / "evil.gguf", template="\x1b[31m{{ messages }}\u202e\nsecond line")
