@@ -178,11 +178,12 @@ def _chat(arguments: Sequence[str]) -> int:
         args.system = settings.system
     problem = ""  # why the built-in model answers instead of the user's
     if args.engine is None:
-        from app.cli.model_file import draft_model, find_model
+        from app.cli.model_file import adapters, draft_model, find_model
 
         is_chat = not args.one_shot and not args.once
         path, problem = find_model(args.model, settings, or_built_in=is_chat)
-        configuration = configuration.with_model(path, args.mmproj, draft_model(args, settings))
+        beside = args.mmproj, draft_model(args, settings), adapters(args.lora)
+        configuration = configuration.with_model(path, *beside)
     if args.once:
         import asyncio
 

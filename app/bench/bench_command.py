@@ -20,7 +20,7 @@ from app.bench.results import OURS, PEER, Result
 from app.chat.configuration import configure
 from app.chat.settings import Settings
 from app.chat.speed_history import record_run
-from app.cli import options
+from app.cli import options, values
 from app.cli.model_file import model_path
 from app.cli.progress import say
 from app.cli.signals import run_until_signal
@@ -98,25 +98,25 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     add("--as", dest="chip", metavar="CHIP", help="as on another GPU, with the kernels of sm_87, …")
     options.add_kv(add)
     options.add_speculate(add, "off")
-    add("--beam", type=options.count, metavar="N", help="width of the search for faster kernels")
-    add("-p", "--prompt", type=options.counts, metavar="N,…", help="tokens of prompts (32,128,256,512)")
-    add("-n", "--gen", type=options.counts, metavar="N,…", help="tokens of generation (128)")
-    add("-d", "--depth", type=options.counts, metavar="N,…", help="tokens of context before (0,1024,4096)")
+    add("--beam", type=values.count, metavar="N", help="width of the search for faster kernels")
+    add("-p", "--prompt", type=values.counts, metavar="N,…", help="tokens of prompts (32,128,256,512)")
+    add("-n", "--gen", type=values.counts, metavar="N,…", help="tokens of generation (128)")
+    add("-d", "--depth", type=values.counts, metavar="N,…", help="tokens of context before (0,1024,4096)")
     add(
         "--parallel",
-        type=options.counts,
+        type=values.counts,
         metavar="N,…",
         help="so many conversations at once (with -p 512 -n 64)",
     )
     add(
         "--arrivals",
-        type=options.positive,
+        type=values.positive,
         nargs="?",
         const=2048,
         metavar="TOKENS",
         help="with --parallel: while prompts of so many tokens arrive (2048; with -n 256)",
     )
-    add("-r", "--repetitions", type=options.count, metavar="N", default=5, help="times, after a warm-up (5)")
+    add("-r", "--repetitions", type=values.count, metavar="N", default=5, help="times, after a warm-up (5)")
     add(
         "--power-modes",
         action="store_const",

@@ -18,7 +18,7 @@ from app.bench.board_run import BoardRun, board_runs, hung_backends_last
 from app.bench.results import OURS, PEER, Result
 from app.chat.model_list import on_this_machine
 from app.chat.settings import Settings
-from app.cli import doctor, options
+from app.cli import doctor, options, values
 from app.cli.model_file import model_path
 from engine.doctor import Section
 from engine.doctor.backend_checks import stress_check
@@ -84,9 +84,7 @@ def _parse(arguments: Sequence[str]) -> Any:
         "board", "Measure a Jetson as it was measured before, and write a report.", EPILOG
     )
     add, usual = parser.add_argument, Lengths()
-    add(
-        "--minutes", type=options.positive, default=30, metavar="N", help="no run starts later than that (30)"
-    )
+    add("--minutes", type=values.positive, default=30, metavar="N", help="no run starts later than that (30)")
     add("--folder", type=Path, default=Path("orin-board"), metavar="DIR", help="for all results (orin-board)")
     add("--retry", action="store_true", help="do again what failed")
     add("--llama-server", metavar="PATH", help="llama.cpp's (the one on PATH, or as LLAMA_SERVER says)")
@@ -97,9 +95,9 @@ def _parse(arguments: Sequence[str]) -> Any:
         ("-p", "--prompt", usual.prompts, "tokens of prompts (32,128,256,512)"),
         ("-n", "--gen", usual.gen, "tokens of generation (128)"),
     ):
-        add(short, long, type=options.counts, metavar="N,…", default=default, help=help)
+        add(short, long, type=values.counts, metavar="N,…", default=default, help=help)
     repetitions = usual.repetitions
-    add("-r", "--repetitions", type=options.positive, metavar="N", default=repetitions, help="times (2)")
+    add("-r", "--repetitions", type=values.positive, metavar="N", default=repetitions, help="times (2)")
     return parser.parse_args(arguments)
 
 

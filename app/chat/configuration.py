@@ -29,11 +29,12 @@ class Configuration(NamedTuple):
     keep_warm_s: float = 0.0
     """For how long the engine lives on when the program ends, for the next run."""
 
-    def with_model(self, path: Path, mmproj: str | None = None, draft: Path | None = None) -> Self:
-        """`mmproj`: see `encoder_of`. `draft`: the file of a draft model."""
-        engine = replace(
-            self.engine, model_path=str(path), mmproj=encoder_of(path, mmproj), draft=str(draft or "")
-        )
+    def with_model(
+        self, path: Path, mmproj: str | None = None, draft: Path | None = None, lora: str = ""
+    ) -> Self:
+        """`mmproj`: see `encoder_of`. `draft`: the file of a draft model. `lora`: its adapters."""
+        beside = {"mmproj": encoder_of(path, mmproj), "draft": str(draft or ""), "lora": lora}
+        engine = replace(self.engine, model_path=str(path), **beside)
         return self._replace(engine=engine)
 
 
@@ -97,7 +98,8 @@ def without_effect(sampling: Sampling, ready: Ready) -> tuple[str, ...]:
 
 def with_other_model(options: EngineOptions, path: Path) -> EngineOptions:
     """The options for another model file. Its context is at most as long as it was trained for."""
-    return replace(options, model_path=str(path), mmproj=encoder_of(path), draft="", context_at_most=True)
+    beside = {"mmproj": encoder_of(path), "draft": "", "lora": ""}
+    return replace(options, model_path=str(path), context_at_most=True, **beside)
 
 
 def with_changes(options: EngineOptions, **changed: Any) -> EngineOptions:

@@ -19,6 +19,7 @@ _OPTIONS = {
     "--backend": ("-ngl", "--n-gpu-layers", "--gpu-layers", "-dev", "--device", "--gpu", "--cpu"),
     "--kv": ("-ctk", "-ctv", "--cache-type-k", "--cache-type-v", "--kv-cache-dtype"),
     "--draft": ("-md", "--model-draft", "--speculative-model"),
+    "--lora": ("--lora-scaled", "--adapter", "--lora-modules"),
     "--system": ("-sys", "--system-prompt"),
     "--image": ("--picture", "--file"),
     "--parallel": ("-np", "--max-num-seqs"),

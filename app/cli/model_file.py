@@ -4,6 +4,7 @@ else the built-in one."""
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from app.chat.settings import Settings, last_model, remember, remember_model, remembered
@@ -97,6 +98,22 @@ def draft_model(args: Namespace, settings: Settings) -> Path | None:
     if args.draft is None and args.speculate == "draft":
         raise UsageError("--speculate draft needs a draft model.", "Name it: --draft NAME.")
     return None if args.draft is None else model_path(args.draft, settings, option="--draft FILE")
+
+
+def adapters(asked: str | None) -> str:
+    """The adapters of --lora, with their whole paths (`EngineOptions.lora`). Raises UsageError if a file is missing."""
+    if asked is None:
+        return ""
+    from engine.loading.adapters import parse_adapters
+
+    found = [replace(adapter, path=adapter.path.expanduser()) for adapter in parse_adapters(asked)]
+    for adapter in found:
+        if not adapter.path.is_file():
+            raise UsageError(
+                f"There is no file {one_line(str(adapter.path))}.",
+                "Give the path of a LoRA adapter: --lora FILE, or --lora FILE:SCALE.",
+            )
+    return ",".join(f"{adapter.path.resolve()}:{adapter.scale:g}" for adapter in found)
 
 
 def greet(named: str | None, model_path: str, *, is_chat: bool) -> None:

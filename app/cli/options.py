@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from app.chat.mention import Mention, argument
 from app.cli.help_format import HelpFormat
 from app.cli.meant import about_option
+from app.cli.values import context, count, counts, duration, names, positive
 from engine.errors import UsageError, one_line
 from engine.formats.kv_format import NAMES as KV_FORMATS
 from engine.system.invocation import call, own_version
@@ -197,7 +198,16 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
     resumed = args.resume or args.chat is not None
     asked_of_chat = args.one_shot or resumed
     for_programs = args.raw or args.json or args.ignore_eos
-    chosen = args.preset, args.mmproj, args.draft, args.backend, args.context, args.kv, args.speculate
+    chosen = (
+        args.preset,
+        args.mmproj,
+        args.lora,
+        args.draft,
+        args.backend,
+        args.context,
+        args.kv,
+        args.speculate,
+    )
     set_up = any(chosen) or args.beam is not None
     keyed = args.engine or args.llama_server
     no_screen = args.plain or args.once
@@ -397,6 +407,7 @@ def add_engine(add: Callable[..., Any]) -> None:
         metavar="FILE",
         help="the encoder with which it sees pictures (the one beside it); off: none",
     )
+    add("--lora", metavar="FILE", help="LoRA adapters that change it: FILE,FILE, each also as FILE:SCALE")
     add("--preset", metavar="NAME", help="how the engine is set up: cpu, cuda, nv, safe or one of your own")
     add_backend(add)
     add(
@@ -458,43 +469,3 @@ def _backend(text: str) -> str:
         if backend.lower() == text.lower():
             return backend
     raise argparse.ArgumentTypeError(f"must be one of {', '.join(BACKENDS)}, not {text!r}")
-
-
-def count(text: str, minimum: int = 0) -> int:
-    """A whole number of `minimum` or more, of 32 bits. Raises ArgumentTypeError."""
-    if not text.isascii() or not text.isdigit() or int(text[:20]) < minimum:
-        raise argparse.ArgumentTypeError(f"must be a whole number, {minimum} or more, not {text!r}")
-    if len(text) > 20 or int(text) >= 2**31:
-        raise argparse.ArgumentTypeError(f"must be less than {2**31:,}, not {text[:40]!r}")
-    return int(text)
-
-
-def duration(text: str) -> float:
-    """Seconds, of 90s, 10m, 2h, or 0. Raises ArgumentTypeError."""
-    match = re.fullmatch(r"(\d{1,6})([smh]?)", text.strip(), re.ASCII)
-    if not match or (not match[2] and int(match[1])):
-        raise argparse.ArgumentTypeError(f"must be a time such as 90s, 10m or 2h, not {text!r}")
-    return float(int(match[1]) * {"s": 1, "m": 60, "h": 3600, "": 0}[match[2]])
-
-
-def positive(text: str) -> int:
-    """A whole number of 1 or more. Raises ArgumentTypeError."""
-    return count(text, 1)
-
-
-def context(text: str) -> int | Literal["max"]:
-    """Tokens of context, or "max". Raises ArgumentTypeError."""
-    try:
-        return "max" if text == "max" else count(text, 2)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(str(error).replace(" or more,", " or more, or max,")) from None
-
-
-def names(text: str) -> tuple[str, ...]:
-    """Names with commas between them."""
-    return tuple(filter(None, (part.strip() for part in text.split(","))))
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them. Raises ArgumentTypeError."""
-    return tuple(count(part.strip()) for part in text.split(","))

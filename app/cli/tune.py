@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from app.chat.settings import Settings
-from app.cli import options
+from app.cli import options, values
 from app.cli.model_file import model_path
 from app.cli.oneshot import follow
 from app.cli.progress import describe
@@ -65,7 +65,7 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     add = parser.add_argument
     add("--model", metavar="NAME", help="a model, as in orin-chat (the last one)")
     options.add_backend(add, "the device")
-    add("--seconds", type=options.positive, default=SECONDS, metavar="N", help=f"at most ({SECONDS})")
+    add("--seconds", type=values.positive, default=SECONDS, metavar="N", help=f"at most ({SECONDS})")
     add("--again", action="store_true", help="also what was searched before")
     return parser.parse_args(arguments)
 

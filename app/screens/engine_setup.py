@@ -72,8 +72,8 @@ class EngineSetup:
         path, given = self.options.model_path, self.command_line
         options, sampling, _ = configure(path, self._settings, preset, given, chosen_in_chat=True)
         at_most = options.context_at_most or self.options.context_at_most  # of another model by now
-        kept = {"mmproj": self.options.mmproj, "draft": self.options.draft, "context_at_most": at_most}
-        options = replace(options, **kept)
+        beside = {name: getattr(self.options, name) for name in ("mmproj", "draft", "lora")}
+        options = replace(options, context_at_most=at_most, **beside)
         return self._make(options), options, sampling
 
     def with_model(self, path: Path) -> tuple[Engine, EngineOptions]:
@@ -105,6 +105,7 @@ class EngineSetup:
             "prefix_cache_bytes",
             "mmproj",
             "draft",
+            "lora",
         )
         options = replace(self.options, **{name: getattr(default, name) for name in other})
         if not self.name and options == default and backend.lower() in preset_files():

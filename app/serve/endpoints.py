@@ -311,11 +311,11 @@ class Endpoints:
 
     async def adapters(self, request: Request) -> Response:
         """llama-server's list of LoRA adapters."""
-        return json_response([])
+        return json_response(llama_state.adapters((await self._asked(request)).engine.options.lora))
 
     async def set_adapters(self, request: Request) -> Response:
-        if decoded(await read_body(request), list):
-            raise ApiError(501, "This server has no LoRA adapters.", "not_supported_error", code=501)
+        asked = decoded(await read_body(request), list[llama_state.Adapter])
+        llama_state.check_adapters((await self._asked(request)).engine.options.lora, asked)
         return json_response({"success": True})
 
     async def _asked(self, request: Request) -> Service:

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from app.chat.configuration import encoder_of
 from app.chat.settings import Settings
-from app.cli import options
-from app.cli.model_file import draft_model, model_path, model_paths, models_in
+from app.cli import options, values
+from app.cli.model_file import adapters, draft_model, model_path, model_paths, models_in
 from engine.errors import UsageError
 from engine.protocol.client import LocalEngine
 from engine.protocol.events import TOKEN_GAP
@@ -57,7 +57,9 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
         raise UsageError("--mmproj FILE is for one model.", "Those of --models are found beside them.")
     if len(paths) > 1 and args.draft:
         raise UsageError("--draft NAME is for one model.")
-    draft = str(draft_model(args, settings) or "")
+    if len(paths) > 1 and args.lora:
+        raise UsageError("--lora FILE is for one model.")
+    draft, lora = str(draft_model(args, settings) or ""), adapters(args.lora)
     with listen(args.host, args.port) as sock:
         host, port = sock.getsockname()[:2]
         if not key and not is_loopback(host):
@@ -76,7 +78,8 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
             keep_warm_s = configuration.keep_warm_s if len(paths) == 1 else None
             path, mmproj = paths[name], encoder_of(paths[name], args.mmproj)
             file = ModelFile.read(path, mmproj)  # clients that come meanwhile wait
-            options_of_model = replace(engine_options, model_path=str(path), mmproj=mmproj, draft=draft)
+            beside = {"mmproj": mmproj, "draft": draft, "lora": lora}
+            options_of_model = replace(engine_options, model_path=str(path), **beside)
             engine = LocalEngine(options_of_model, keep_warm_s=keep_warm_s)
             service = Service(
                 engine,
@@ -149,17 +152,17 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     add(
         "--models", metavar="NAMES", help="several models with commas between them, or a folder of GGUF files"
     )
-    add("--loaded", type=options.positive, default=1, metavar="N", help="of --models: so many at a time (1)")
+    add("--loaded", type=values.positive, default=1, metavar="N", help="of --models: so many at a time (1)")
     add(
         "--unload-after",
-        type=options.duration,
+        type=values.duration,
         metavar="TIME",
         help="of --models: 10m unloads one that nobody has asked for so long (never)",
     )
-    add("--parallel", type=options.positive, default=1, metavar="N", help="answers at the same time (1)")
+    add("--parallel", type=values.positive, default=1, metavar="N", help="answers at the same time (1)")
     add(
         "--queue",
-        type=options.count,
+        type=values.count,
         default=MAX_WAITING,
         metavar="N",
         help=f"requests that may wait; more are refused ({MAX_WAITING})",
@@ -185,7 +188,7 @@ def _parse(arguments: Sequence[str]) -> Namespace:
 
 
 def _port(text: str) -> int:
-    port = options.count(text)
+    port = values.count(text)
     if port > 65535:
         raise UsageError(f"There is no port {port}.", "The highest is 65535.")
     return port

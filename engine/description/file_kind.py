@@ -4,7 +4,7 @@ from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, printable
 
 _OTHERS = {  # general.type (GGUFType in gguf-py of llama.cpp), or the architecture
-    "adapter": ("a LoRA adapter", "orin-chat applies none. Choose a model that the adapter is merged into."),
+    "adapter": ("a LoRA adapter", "Give the model that it changes, and name the adapter with --lora FILE."),
     "mmproj": (
         "an encoder of pictures (mmproj)",
         "Give the model's own file; the encoder is found beside it, or named with --mmproj.",

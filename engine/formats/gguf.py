@@ -9,6 +9,7 @@ tools/gguf-split in llama.cpp.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 import os
@@ -117,6 +118,12 @@ class TensorInfo:
     def data(self) -> NDArray[np.uint8]:
         """The bytes of the tensor, uint8 (n_bytes,): a read-only view of the file, not a copy."""
         return np.frombuffer(self._buffer, np.uint8, self.n_bytes, self._offset)
+
+    def part(self, start: int, n_bytes: int) -> NDArray[np.uint8]:
+        """Some bytes of the tensor, uint8 (n_bytes,), as `data`, but marked as writable: tinygrad's CUDA device copies
+        only from such memory, though it just reads it."""
+        buffer = (ctypes.c_uint8 * n_bytes).from_address(self.data.ctypes.data + start)
+        return np.frombuffer(memoryview(buffer), np.uint8)
 
     def read_into(self, start: int, out: memoryview) -> None:
         """Fills `out` with the bytes of the tensor from `start` on, without the map: threads do so faster. Raises

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -51,7 +50,7 @@ def blank_end(file: GGUF, spec: ModelSpec) -> str:
     file its whole size before they have downloaded it. It may also be made so, to test with, so it is not refused."""
     last = max((file.tensors[weight.tensor] for weight in spec.weights()), key=TensorInfo.place)
     places = 0, last.n_bytes // 2, max(0, last.n_bytes - _SAMPLE_BYTES)
-    if any(last.data[place : place + _SAMPLE_BYTES].any() for place in places):
+    if any(last.part(place, min(_SAMPLE_BYTES, last.n_bytes - place)).any() for place in places):
         return ""
     return "The file ends with zeros, as an unfinished download does. If the answers are noise, download it again."
 
@@ -141,7 +140,7 @@ class FileWeights:
         row_bytes = info.n_bytes // info.shape[0]
         for expert in range(rows.start // weight.rows, (rows.stop - 1) // weight.rows + 1):
             place = (weight.first + expert * weight.every) * row_bytes
-            raw = self._data(info, place, weight.cols * row_bytes).reshape(weight.cols, -1)
+            raw = info.part(place, weight.cols * row_bytes).reshape(weight.cols, -1)
             matrix = quants.dequantize(raw, GGMLQuantizationType(info.type)).T
             before = expert * weight.rows
             parts.append(matrix[max(rows.start - before, 0) : rows.stop - before])
@@ -175,7 +174,7 @@ class FileWeights:
         info = self.file.tensors[vector.tensor]
         if info.type not in FLOATS:
             raise damaged(self.file.path, f"it holds {vector.tensor} as {info.type_name}, not as floats")
-        data = self._data(info, 0, info.n_bytes)
+        data = info.part(0, info.n_bytes)
         if info.type_name == "BF16":  # the upper half of a float32
             values = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
         else:
@@ -198,9 +197,7 @@ class FileWeights:
 
     def _read(self, info: TensorInfo, start: int, n_bytes: int) -> NDArray[np.uint8]:
         """Bytes of a tensor as it is read, whole blocks."""
-        return widened(
-            info.type, self._data(info, file_bytes(info.type, start), file_bytes(info.type, n_bytes))
-        )
+        return widened(info.type, info.part(file_bytes(info.type, start), file_bytes(info.type, n_bytes)))
 
     @staticmethod
     def _read_into(info: TensorInfo, start: int, out: memoryview) -> None:
@@ -212,12 +209,6 @@ class FileWeights:
         raw = np.empty(file_bytes(info.type, end - first), np.uint8)
         info.read_into(file_bytes(info.type, first), raw.data)
         out[:] = widened(info.type, raw)[start - first :][: len(out)].data
-
-    @staticmethod
-    def _data(info: TensorInfo, start: int, n_bytes: int) -> NDArray[np.uint8]:
-        # tinygrad's CUDA device copies only from memory that is marked as writable, though it just reads it.
-        buffer = (ctypes.c_uint8 * n_bytes).from_address(info.data.ctypes.data + start)
-        return np.frombuffer(memoryview(buffer), np.uint8)
 
 
 class Weights(FileWeights):

@@ -12,6 +12,7 @@ from engine.description.assistant import is_assistant
 from engine.description.spec import ModelSpec
 from engine.formats.gguf import GGUF
 from engine.formats.kv_format import KVFormat
+from engine.loading.adapters import adapted
 from engine.measure.free_memory import free_bytes, host_free_bytes, uses_host_memory
 from engine.model.coverage import Target, target_of
 from engine.model.draft_head import HeadFile, head_of
@@ -56,8 +57,10 @@ class LoadPlan:
 
 
 def plan_load(options: EngineOptions, file: GGUF) -> LoadPlan:
-    """`file`: that of `options.model_path`. Raises ModelFileError, UsageError, and BackendError if something does not
-    fit into the memory that is free."""
+    """`file`: that of `options.model_path`, before adapters change it. Raises ModelFileError, UsageError, and
+    BackendError
+    if something does not fit into the memory that is free."""
+    file = adapted(file, options.lora)
     spec = read_spec(file)
     encoder = _encoder_file(options.mmproj, spec) if options.mmproj else None
     device, kv = str(Device.DEFAULT), KVFormat.parse(options.kv)

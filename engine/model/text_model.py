@@ -110,14 +110,20 @@ class TextModel:
 
     def _open(self, plan: LoadPlan, options: EngineOptions, weights: Weights, report: Report) -> None:
         """Makes the runner and what stands around it, and captures the steps that a first reply needs."""
-        how = plan.context_length, options.kernels, options.keep_packed, options.parallel, plan.kv
+        how = (
+            plan.context_length,
+            options.kernels,
+            options.keep_packed and not options.lora,
+            options.parallel,
+            plan.kv,
+        )
         runner = open_runner(weights, *how, is_early=True, pictures=plan.pictures)
         self._runner = runner
         self._choices = ChoiceReporter(runner.expert_choices, report)
         limit = options.prefix_cache_bytes
         kept_bytes = default_limit_bytes() if limit is None else limit
         layout = runner.export_layout
-        store = PrefixStore(plan.file, layout, kept_bytes) if kept_bytes and layout else None
+        store = PrefixStore(plan.file, layout + options.lora, kept_bytes) if kept_bytes and layout else None
         self._head = open_head(runner, plan.spec, plan.head, plan.target, plan.kv)
         draft = plan.draft.open(plan.context_length) if plan.draft and runner.check_rows else None
         encoder = plan.encoder.open_kept(options.kernels, kept_bytes) if plan.encoder else None

@@ -92,6 +92,8 @@ class LlamaProcess:
         slots = ["-np", str(options.parallel)]
         if isinstance(options.context_length, int):  # which the slots share; else the model's own
             slots += ["-c", str(options.parallel * options.context_length)]
+        if options.lora:
+            slots += ["--lora-scaled", options.lora]
         kv = ("--cache-type-k", options.kv), ("--cache-type-v", options.kv)
         wanted = _WANTED_OPTIONS + kv + (_CPU_OPTIONS if options.backend.upper() == "CPU" else ())
         supported = {

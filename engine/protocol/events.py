@@ -95,7 +95,8 @@ class EngineOptions(_Record, frozen=True, kw_only=True):
     of the KV cache of long conversations (None: what the disk has room for). `token_gap`, 1 or more, bounds the time
     between two tokens of a reply while prompts are read, as a multiple of that without. `speculate`: who guesses next
     tokens (`engine.runtime.speculation`). `mmproj` is the file of the encoder with which the model sees pictures,
-    `draft` that of a draft model ("": none). `chip`: "sm_87" takes the kernels of such GPUs on CUDA ("": its own)."""
+    `draft` that of a draft model, and `lora` those of adapters (`engine.loading.adapters`; "": none). `chip`: "sm_87"
+    takes the kernels of such GPUs on CUDA ("": its own)."""
 
     model_path: str
     backend: str = "auto"
@@ -114,6 +115,7 @@ class EngineOptions(_Record, frozen=True, kw_only=True):
     speculate: Speculate = "auto"
     mmproj: str = ""
     draft: str = ""
+    lora: str = ""
     chip: str = ""
 
 

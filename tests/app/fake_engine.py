@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from engine.protocol.events import (
     Chat,
     Embedded,
+    EngineOptions,
     Event,
     ExpertChoices,
     Failed,
@@ -104,6 +105,7 @@ class FakeEngine:
 
     name = "fake"
     pid = None
+    options = EngineOptions(model_path="")
 
     def __init__(
         self, *replies: Sequence[Event | None], start: Sequence[Event | None] = STARTED, token_s: float = 0.0

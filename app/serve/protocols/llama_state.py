@@ -1,5 +1,10 @@
 """What llama-server tells of itself (llama.cpp, tools/server/README.md): properties, slots, and texts of chats."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
 from app.serve.errors import ApiError, unavailable, wrong
 from app.serve.protocols import chat
 from app.serve.protocols.common.reply import Json
@@ -83,3 +88,30 @@ def counted(body: chat.ChatBody, service: Service) -> Json:
 
 def _context(service: Service) -> int:
     return service.ready.context_length if service.ready else 0
+
+
+class Adapter(msgspec.Struct):
+    """How much an adapter is asked to count."""
+
+    id: int
+    scale: float
+
+
+def adapters(lora: str) -> list[Json]:
+    """The adapters of a server with these options (`EngineOptions.lora`)."""
+    named = (name.rpartition(":") for name in lora.split(",") if name)
+    return [
+        {"id": i, "path": Path(path).name, "scale": float(scale)} for i, (path, _, scale) in enumerate(named)
+    ]
+
+
+def check_adapters(lora: str, asked: Sequence[Adapter]) -> None:
+    """Raises ApiError unless what is asked for is so: adapters are part of the weights. What is left out is 0."""
+    scales = {adapter["id"]: adapter["scale"] for adapter in adapters(lora)}
+    if scales != dict.fromkeys(scales, 0.0) | {adapter.id: adapter.scale for adapter in asked}:
+        what = (
+            "are those that it was started with (--lora FILE:SCALE)"
+            if lora
+            else "have to be named at its start"
+        )
+        raise ApiError(501, f"The LoRA adapters of this server {what}.", "not_supported_error", code=501)

@@ -6,6 +6,7 @@ import pytest
 
 from app.cli import options
 from app.cli.meant import check_command
+from app.cli.model_file import adapters
 from app.cli.oneshot import TextOutput
 from app.main import COMMANDS, main
 from engine.errors import UsageError
@@ -172,3 +173,12 @@ def test_a_repository_without_its_host(home, capsys, name):
 def test_what_is_wrong_with_an_option(capsys, given, said):
     assert main([*given, "hi"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_adapters_are_named_by_their_whole_paths(tmp_path):
+    assert (
+        adapters(parse("--lora", "a.py,b.bin:.5").lora) == f"{tmp_path / 'a.py'}:1,{tmp_path / 'b.bin'}:0.5"
+    )
+    assert adapters(parse().lora) == ""
+    with pytest.raises(UsageError, match=r"There is no file c\.gguf"):
+        adapters("c.gguf:2")

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from engine.formats.templates.fill_in import FillIn
-from engine.protocol.events import BlockCounts, RawText, Slot, Slots, TokenIds
+from engine.protocol.events import BlockCounts, EngineOptions, RawText, Slot, Slots, TokenIds
 from tests.app.fake_engine import FakeEngine, reply
 from tests.app.serve.conftest import HELLO, error
 
@@ -106,7 +106,7 @@ async def test_a_chat_that_is_only_read(served):
 
 
 async def test_slots_and_adapters_as_far_as_there_are_any(served):
-    client, _ = served(parallel=2)
+    client, service = served(parallel=2)
     assert (await client.post("/slots/1?action=erase")).json() == {"id_slot": 1, "n_erased": 0}
     refused = [
         (await client.post(f"/slots/{slot}")).status_code for slot in ("0?action=save", "0", "2?action=erase")
@@ -114,6 +114,13 @@ async def test_slots_and_adapters_as_far_as_there_are_any(served):
     assert refused == [501, 400, 400]
     assert (await client.post("/lora-adapters", json=[])).json() == {"success": True}
     assert (await client.post("/lora-adapters", json=[{"id": 0, "scale": 1}])).status_code == 501
+    service.engine.options = EngineOptions(model_path="", lora="/home/me/pirate.gguf:0.5")
+    pirate = {"id": 0, "scale": 0.5}
+    assert (await client.get("/lora-adapters")).json() == [pirate | {"path": "pirate.gguf"}]
+    asked = [
+        (await client.post("/lora-adapters", json=body)).status_code for body in ([pirate], [], [pirate] * 2)
+    ]
+    assert asked == [200, 501, 200]
     counted = await client.post("/v1/chat/completions/input_tokens", json=HELLO)
     assert counted.json()["input_tokens"] == (await client.post("/tokenize", json=HELLO)).json()["count"]
 

@@ -1,0 +1,253 @@
+"""LoRA adapters: files that change matrices W of a model to W + factor * B A, with A and B of few rows and columns.
+
+The product is added to the weights as they are read, so the model runs as any other. Where W is quantized the sum is
+Q8_0, and else of W's own type. llama.cpp leaves W as it is and multiplies by A and B in each step.
+
+The format: src/llama-adapter.cpp and convert_lora_to_gguf.py of llama.cpp. Where adapters are from:
+https://arxiv.org/abs/2106.09685.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import ModelFileError
+from engine.formats.ggml_types import GGML_TYPES
+from engine.formats.gguf import GGUF, TensorInfo, damaged, printable
+from engine.formats.quantization import FLOATS
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+_NAMED = re.compile(r"(?P<path>.+?)(?::(?P<scale>-?(?:\d+\.?\d*|\.\d+)))?", re.DOTALL)
+_Q8_0 = next(number for number, kind in GGML_TYPES.items() if kind.name == "Q8_0")
+_RUN = 1 << 20
+"""Weights that a thread changes at a time."""
+_OTHER = "Choose an adapter that was made for this model, with convert_lora_to_gguf.py of llama.cpp."
+_MERGED = "Choose a model that the adapter is merged into."
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What the file at `path` changes counts `scale` times."""
+
+    path: Path
+    scale: float = 1.0
+
+
+def parse_adapters(text: str) -> list[Adapter]:
+    """The adapters of "FILE,FILE:SCALE"; none of ""."""
+    named = (_NAMED.fullmatch(part.strip()) for part in text.split(","))
+    return [Adapter(Path(match["path"]), float(match["scale"] or 1)) for match in named if match]
+
+
+def adapted(file: GGUF, adapters: str) -> GGUF:
+    """The file of a model as adapters change it (see `parse_adapters`), whose `paths` are theirs, too; `file` itself if
+    there are none. Raises ModelFileError for a file that is no adapter, or not one for this model."""
+    if not (parsed := parse_adapters(adapters)):
+        return file
+    changes: dict[str, list[_Change]] = {}
+    changed = copy.copy(file)
+    changed.paths = [*file.paths, *(adapter.path for adapter in parsed)]
+    changed.tensors = tensors = dict(file.tensors)
+    for adapter in parsed:
+        reader = _AdapterReader(file, adapter)
+        for name in reader.matrices:
+            changes.setdefault(name, []).append(reader.change(name))
+        tensors |= reader.norms()
+    tensors |= {name: AdaptedTensor.of(file.tensors[name], tuple(of)) for name, of in changes.items()}
+    return changed
+
+
+@dataclass(frozen=True)
+class _Change:
+    """`left` (experts, rows, rank) times `right` (experts, rank, columns)."""
+
+    left: Floats
+    right: Floats
+
+    def rows(self, rows: range) -> Floats:
+        """Those rows of the product, counted through all experts: (len(rows), columns)."""
+        each, parts = self.left.shape[1], []
+        for expert in range(rows.start // each, (rows.stop - 1) // each + 1):
+            first, end = (min(max(row - expert * each, 0), each) for row in (rows.start, rows.stop))
+            parts.append(self.left[expert, first:end] @ self.right[expert])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class AdaptedTensor(TensorInfo):
+    """A tensor that is changed. Its bytes are made each time that they are read, by some threads."""
+
+    __slots__ = ("_changes", "_original")
+    _original: TensorInfo
+    _changes: tuple[_Change, ...]
+
+    @classmethod
+    def of(cls, original: TensorInfo, changes: tuple[_Change, ...]) -> Self:
+        type = original.type if original.type in FLOATS else _Q8_0
+        n_bytes = math.prod(original.shape) // GGML_TYPES[type].block * GGML_TYPES[type].block_bytes
+        place = original._buffer, original._offset
+        made = cls(original.name, original.shape, type, n_bytes, *place)
+        object.__setattr__(made, "_original", original)
+        object.__setattr__(made, "_changes", changes)
+        return made
+
+    @property
+    def data(self) -> Bytes:
+        return self.part(0, self.n_bytes)
+
+    def part(self, start: int, n_bytes: int) -> Bytes:
+        made = np.empty(n_bytes, np.uint8)
+        self.read_into(start, made.data)
+        return made
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        into, row_bytes = np.frombuffer(out, np.uint8), self.n_bytes // self._n_rows
+        first, end = start // row_bytes, -(-(start + len(out)) // row_bytes)
+
+        def fill(rows: range) -> None:
+            begin = rows.start * row_bytes - start
+            made = self._rows(rows)[max(-begin, 0) : len(out) - begin]
+            into[max(begin, 0) :][: len(made)] = made
+
+        step = max(_RUN // self.shape[-1], 1)
+        list(_threads().map(fill, (range(i, min(i + step, end)) for i in range(first, end, step))))
+
+    def release(self, start: int, n_bytes: int, keep_cached: bool) -> None:
+        first, end = (place * self._original.n_bytes // self.n_bytes for place in (start, start + n_bytes))
+        self._original.release(first, end - first, keep_cached)
+
+    @property
+    def _n_rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+    def _rows(self, rows: range) -> Bytes:
+        row_bytes = self._original.n_bytes // self._n_rows
+        raw = np.empty(len(rows) * row_bytes, np.uint8)
+        self._original.read_into(rows.start * row_bytes, raw.data)
+        floats = _floats(raw, self._original.type).reshape(len(rows), -1)
+        floats = floats + sum(change.rows(rows) for change in self._changes)
+        return _encoded(floats, self.type)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), "adapters")
+
+
+def _floats(raw: Bytes, ggml_type: int) -> Floats:
+    """The weights in whole blocks of a file: float32 (n,). Raises NotImplementedError for types that are not known."""
+    from gguf import GGMLQuantizationType, quants  # takes a quarter of a second
+
+    try:
+        kind = GGMLQuantizationType(ggml_type)
+    except ValueError:
+        raise NotImplementedError from None
+    return np.asarray(quants.dequantize(raw.reshape(1, -1), kind).reshape(-1), np.float32)
+
+
+def _encoded(floats: Floats, ggml_type: int) -> Bytes:
+    """float32 (rows, columns) as Q8_0 or a type of `FLOATS`: uint8 (bytes,)."""
+    if ggml_type == _Q8_0:
+        blocks = floats.reshape(-1, GGML_TYPES[_Q8_0].block)
+        d = (np.maximum(blocks.max(1), -blocks.min(1)) / 127).astype(np.float16)
+        scale = d.astype(np.float32)[:, None]
+        integers = np.divide(blocks, scale, out=np.zeros_like(blocks), where=scale > 0)
+        numbers = np.rint(integers, out=integers).clip(-127, 127).astype(np.int8)
+        return np.concatenate([d[:, None].view(np.uint8), numbers.view(np.uint8)], axis=1).reshape(-1)
+    match GGML_TYPES[ggml_type].name:
+        case "F32":
+            return np.ascontiguousarray(floats).view(np.uint8).reshape(-1)
+        case "F16":
+            return floats.astype(np.float16).view(np.uint8).reshape(-1)
+    bits = floats.view(np.uint32)  # to the nearest upper half, of two equally near ones the even one
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(np.uint8).reshape(-1)
+
+
+class _AdapterReader:
+    """An adapter, and the file of the model that it changes. All methods raise ModelFileError."""
+
+    def __init__(self, model: GGUF, adapter: Adapter) -> None:
+        self._model, self._scale = model, adapter.scale
+        self._file = file = GGUF(adapter.path)
+        self._name = printable(file.path.name)
+        kind, form = (file.get(key, str, "") for key in ("general.type", "adapter.type"))
+        if kind != "adapter" or form != "lora":
+            raise ModelFileError(f"{self._name} is no LoRA adapter.", _OTHER)
+        architecture, of = (f.get("general.architecture", str) for f in (file, model))
+        if architecture != of:
+            raise self._misfit(f"is for models of the architecture {printable(architecture)}")
+        if "adapter.alora.invocation_tokens" in file.metadata:
+            raise ModelFileError(
+                f"{self._name} changes a model only after certain tokens (aLoRA), which orin-chat does not do.",
+                "Choose another adapter.",
+            )
+        self._alpha = file.get("adapter.lora.alpha", float, 0.0)
+        names = (name.rpartition(".lora_") for name in file.tensors)
+        self.matrices = sorted({name for name, lora, _ in names if lora})
+
+    def norms(self) -> dict[str, TensorInfo]:
+        """Norms that take the place of the model's, by name."""
+        norms = {name: info for name, info in self._file.tensors.items() if ".lora_" not in name}
+        for name, info in norms.items():
+            original = self._model.tensors.get(name)
+            if not name.endswith("_norm.weight") or info.type not in FLOATS:
+                raise ModelFileError(f"{self._name} holds {printable(name)}, which is no matrix.", _OTHER)
+            if original is None or original.shape != info.shape:
+                raise self._misfit(f"has another norm {printable(name)}")
+        return norms
+
+    def change(self, name: str) -> _Change:
+        """What is added to a matrix of the model."""
+        original = self._model.tensors.get(name)
+        if original is None or len(original.shape) not in (2, 3):
+            raise self._misfit(f"changes {printable(name)}, which the model does not have")
+        left, right = (self._half(f"{name}.lora_{x}") for x in "ba")
+        if name == "token_embd.weight":  # of which A is the longer one
+            if "output.weight" not in self._model.tensors:
+                raise ModelFileError(
+                    f"{self._name} changes the embeddings of a model whose output head they are.", _MERGED
+                )
+            left, right = right, left.swapaxes(-1, -2)
+        rank, fits = left.shape[-1], left.shape[-1] == right.shape[-2]
+        if not fits or (*left.shape[:-1], right.shape[-1]) != original.shape or left.ndim != right.ndim:
+            raise self._misfit(f"has another shape of {printable(name)}")
+        if name.replace(".weight", ".scale") in self._model.tensors:
+            raise ModelFileError(f"{self._name} changes {printable(name)}, which has a scale.", _MERGED)
+        with contextlib.suppress(NotImplementedError):
+            _floats(np.zeros(GGML_TYPES[original.type].block_bytes, np.uint8), original.type)
+            factor = self._scale * (self._alpha / rank if self._alpha else 1)
+            experts = original.shape[0] if len(original.shape) == 3 else 1
+            scaled = (left * np.float32(factor)).reshape(experts, -1, rank)
+            return _Change(scaled, right.reshape(experts, rank, -1))
+        raise ModelFileError(
+            f"The model holds {printable(name)} as {original.type_name}, to which no adapter can be added.",
+            _MERGED,
+        )
+
+    def _half(self, name: str) -> Floats:
+        info = self._file.tensors.get(name)
+        if info is None or len(info.shape) not in (2, 3):
+            raise damaged(self._file.path, f"it has no matrix {printable(name)}")
+        try:
+            floats = _floats(info.read(), info.type).reshape(info.shape)
+        except NotImplementedError:
+            raise damaged(self._file.path, f"it holds {name} as {info.type_name}") from None
+        if not np.isfinite(floats).all():
+            raise damaged(self._file.path, f"{name} has numbers that are not finite")
+        return floats
+
+    def _misfit(self, problem: str) -> ModelFileError:
+        model = printable(self._model.path.name)
+        return ModelFileError(f"{self._name} does not fit {model}: it {problem}.", _OTHER)
