@@ -102,13 +102,13 @@ def _tables(group: Sequence[Result], hidden: Sequence[str] = ()) -> Iterator[tup
     """Titles and rows of the tables for one model and setup, without empty columns."""
 
     def ratio(result: Result, other: str = PEER) -> str:
-        """Of our rate to that of the other engine, if both were measured."""
+        """The ratio of our rate to that of the other engine, as "1.23x"; "" unless both were measured."""
         rates = (r.median_ts for r in group if (r.engine, r.test) == (other, result.test) and r.median_ts)
         rate = next(rates, 0.0) if result.engine == OURS else 0.0
         return f"{result.median_ts / rate:.2f}x" if rate else ""
 
     def gain(result: Result) -> str:
-        """Of our rate to that without guesses."""
+        """The ratio of our rate to that without guesses; "" unless both were measured."""
         return ratio(result, PLAIN)
 
     alone = [result for result in group if not result.n_parallel]

@@ -321,7 +321,7 @@ class History(HistoryDatabase):
         return [id for (id,) in self._run(sql, *parameters, limit)]
 
     def summaries(self, chat_ids: Sequence[int], query: str = "") -> list[ChatSummary]:
-        """Of some of the chats that `query` has found, in this order, without those that are deleted."""
+        """The summaries of some of the chats that `query` has found, in this order, without those that are deleted."""
         of_chat, listed = "messages WHERE chat_id = chats.id AND shown", ",".join("?" * len(chat_ids))
         [ends] = self._run(f"SELECT min(id), max(id) FROM messages WHERE chat_id IN ({listed})", *chat_ids)
         in_message, parameters = _search(terms, ends) if (terms := _terms(query)) else ("FALSE", [])

@@ -166,8 +166,8 @@ class Activity:
         return ClientThroughput(bins, last, prefill, p50, p99)
 
     def slots(self, service: Service) -> SlotState:
-        """Of the engine's own account or, if it answers one after another, of the replies that it has begun. None while
-        it loads."""
+        """The slots as the engine reports them or, if it answers one request after another, made of the replies that
+        it has begun. None while it loads."""
         refused = service.metrics.requests[TOO_MANY]
         if report := self._slots:
             used = sum(slot is not None for slot in report.slots)

@@ -179,7 +179,7 @@ class SlowJson(InPieces):
     again. What fails later is told with the status that was sent, 200. When the client goes, the work is cancelled."""
 
     def __init__(self, work: Coroutine[Any, Any, Any], failed: Callable[[ApiError], Any]) -> None:
-        """Of an ApiError, `failed` makes the value."""
+        """`work` gives the value that is sent; if it raises an ApiError, `failed` makes one of that."""
         super().__init__(media_type="application/json")
         self._work, self._failed = asyncio.ensure_future(work), failed
 

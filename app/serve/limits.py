@@ -27,7 +27,7 @@ class Limits:
 
     @classmethod
     def parse(cls, text: str) -> Limits:
-        """Of requests=60,tokens=100000,open=4: one or more of these. Raises ArgumentTypeError."""
+        """Reads "requests=60,tokens=100000,open=4", or some of these. Raises ArgumentTypeError."""
         names = {field.name for field in fields(cls)}
         given: dict[str, int] = {}
         for part in text.replace(" ", "").split(","):

@@ -93,7 +93,7 @@ class _Net:
             raise damaged(self._reader.file.path, f"{name} would compute {elements:,} numbers at once")
 
     def norm(self, name: str) -> Norm | None:
-        """Of all channels, if the file has it."""
+        """A norm over all channels, if the file has it."""
         return Norm(_EPS, self._reader.required(f"{name}.weight", self.channels)) if self._has(name) else None
 
     def _has(self, name: str) -> bool:

@@ -13,7 +13,7 @@ MIN_PROBABILITY = 6.1e-5
 
 
 class SiluLimits(NamedTuple):
-    """Of a gate g and u: silu(g) * u with g of at most `gate`, and u from -`up` to `up`."""
+    """silu(g) * u of a gate g and u, where g is at most `gate`, and u from -`up` to `up`."""
 
     gate: float
     up: float

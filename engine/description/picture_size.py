@@ -173,7 +173,8 @@ class TileRule:
         return max(self.choices, key=rank)
 
     def _nearest(self, width: int, height: int) -> tuple[int, int]:
-        """Of shapes that are as near, that of more tiles if the picture has half of their pixels or more."""
+        """The (columns, rows) of tiles whose shape is nearest the picture's. Of several that are as near, those of more
+        tiles if the picture has half of their pixels or more."""
         counts = range(1, self.most + 1)
         shapes = [(c, r) for c in counts for r in counts if self.least <= c * r <= self.most]
         best, least = (1, 1), math.inf

@@ -427,7 +427,7 @@ class VisionSpec:
 
     @property
     def last_merge(self) -> int:
-        """So many rows a side become a token at last."""
+        """How many patches a side the last step makes one token of."""
         return self.merge // self.square
 
     @property

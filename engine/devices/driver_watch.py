@@ -1,4 +1,4 @@
-"""Notices calls of a device's driver that do not return: behind a kernel that hangs, or since the driver itself does.
+"""Notices calls of a device's driver that do not return, because a kernel hangs or the driver itself does.
 
 Python cannot interrupt such a call, but other threads run meanwhile.
 """

@@ -23,7 +23,8 @@ def apply() -> None:
 
 
 def _visible(cards: list[Any], device: str) -> list[Any]:
-    """Of the driver's `cards` (nv_ioctl_card_info_t), that of the first GPU in CUDA's order; none if it sees none."""
+    """The one of the driver's `cards` (nv_ioctl_card_info_t) that is the first GPU in CUDA's order; none if that has
+    none."""
     cards = _stock_filter(cards, device)
     if "CUDA_VISIBLE_DEVICES" not in os.environ or cuda_driver.library() is None:
         return cards

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelFileError
-from engine.formats.file_kind import guess_kind
+from engine.formats.foreign_files import guess_kind
 from engine.formats.ggml_types import FORK, GGML_TYPES, I2_S, REMOVED
 from engine.formats.string_array import StringArray, follow
 

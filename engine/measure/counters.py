@@ -21,7 +21,7 @@ class Source(Protocol):
 
 
 class NoCounters:
-    """Of a machine without a GPU that tells any."""
+    """The counters of a machine whose GPU, if there is one, has none."""
 
     def read(self) -> Iterator[Counter]:
         return iter(())

@@ -17,7 +17,7 @@ _CAPABILITY = 8, 0  # the first compute capability whose tensor cores have the i
 
 
 class Kernels(Protocol):
-    """Of a target's table: what computes a class of sublayers."""
+    """An entry of a target's table: the handler that computes a class of sublayers."""
 
     @classmethod
     def lacks(cls, part: Any) -> str:

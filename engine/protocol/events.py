@@ -196,7 +196,7 @@ class ModelInfo(_Record, frozen=True, kw_only=True):
 
 
 class Loading(_Record, frozen=True, kw_only=True):
-    """Of the model's weights `done_bytes` are loaded. `cache_bytes` is what the KV cache takes in memory for a context
+    """`done_bytes` of the model's weights are loaded. `cache_bytes` is what the KV cache takes in memory for a context
     of `context_length` tokens (0: not known), in the format `kv`."""
 
     done_bytes: int
@@ -270,7 +270,7 @@ class Ready(_Record, frozen=True, kw_only=True):
 
 
 class Seeing(_Record, frozen=True, kw_only=True):
-    """Of the prompt's `pictures`, the one at `index` becomes `tokens` tokens: `done` of `total` parts of the encoder's
+    """The one at `index` of the prompt's `pictures` becomes `tokens` tokens: `done` of `total` parts of the encoder's
     work on it are done, or while it `compiles`, of the kernels for pictures of its size. Comes before its tokens are
     read, at most four times a second while a picture is encoded, and for each picture once with `done` equal to
     `total`, also if nothing was to be computed for it."""

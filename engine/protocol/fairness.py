@@ -49,8 +49,8 @@ class Held:
         return Share(self._addresses[address_of(client)], self._clients[client])
 
     def rival(self, client: str) -> str | None:
-        """Who is to give one up for `client`, if anybody: of an address that holds several if its own holds none, or of
-        its own address, if it has none and the other several."""
+        """The client that is to give a slot up for `client`, if any: one of an address that holds several if that of
+        `client` holds none, or one of the same address that holds several if `client` has none."""
         own, address = self[client], address_of(client)
         if own.own:
             return None

@@ -109,7 +109,8 @@ class Embedding(Answer):
 
     @property
     def reusable(self) -> list[int]:
-        """Of the tokens that are pooled, the stream is needed, which is not kept."""
+        """The tokens whose keys and values may be known already: all that are not pooled. Those that are need the
+        residual stream, which is not kept."""
         is_last = self._pooling in ("last", "rank") and not self._pooler.both_ways
         return self.tokens[:-1] if is_last else []
 

@@ -204,13 +204,13 @@ class ModelRunner(BlockStore, StateStore, Protocol):
         ...
 
     def streams(self, rows: int) -> NDArray[np.float32] | None:
-        """Of the first `rows` slots of the last `run` that wanted a token the residual stream after the last sublayer,
+        """The residual stream after the last sublayer of the first `rows` slots of the last `run` that wanted a token,
         float32 (rows, dim). None if a step that is ahead has overwritten it."""
         ...
 
     def hidden(self) -> list[NDArray[np.float32]]:
-        """Of each slot of the last `run` that wanted it ("hidden") the residual stream after the last sublayer, float32
-        (inputs, dim). Their kernels may be compiled when they are first used."""
+        """The residual stream after the last sublayer of each slot of the last `run` that wanted it ("hidden"), float32
+        (inputs, dim) each. The kernels for this may be compiled when they are first used."""
         ...
 
     def expert_choices(self) -> list[NDArray[np.int32]]:

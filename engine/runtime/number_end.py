@@ -35,7 +35,8 @@ class DigitTokens:
 
     @cached_property
     def _bits(self) -> tuple[NDArray[np.uint32], ...]:
-        """Of a quotation mark, of what may follow a number, and of tokens that begin with a digit."""
+        """Masks of tokens, a bit each: those that are a quotation mark, that may follow a number, that begin with a
+        digit."""
         n, last = self._tokenizer.vocab_size, self._tokenizer.eos_ids
         bits = np.zeros((3, -(-n // 32) * 32), bool)
         pieces = list(map(self._tokenizer.piece, range(n)))

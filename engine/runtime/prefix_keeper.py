@@ -56,7 +56,7 @@ class PrefixKeeper:
         return Restore(self, tokens, chunks, -(-(cached + _TIMED) // CHUNK), state)
 
     def _usable(self, chunks: list[StoredChunk]) -> list[StoredChunk]:
-        """So many of the chunks that all windows before their end were exported."""
+        """The first of the chunks: as many as end with windows that were exported."""
         windows = [group for group in self.runner.kv_groups if group.window]
         while windows and chunks:
             seen = min(group.first_seen(len(chunks) * CHUNK) for group in windows)

@@ -61,7 +61,7 @@ def end_children() -> None:
 
 
 def how_it_ended(code: int) -> str:
-    """Of subprocess's return code: "signal 9, SIGKILL" or "exit status 1"."""
+    """What subprocess's return code says: "signal 9, SIGKILL" or "exit status 1"."""
     if code >= 0:
         return f"exit status {code}"
     try:

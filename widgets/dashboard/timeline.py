@@ -70,7 +70,7 @@ class _Run:
     columns: dict[int, _Sums] = field(default_factory=dict)
 
     def mean(self, column: int) -> Sample:
-        """Of a column; where the run was widened, of the nearest one with samples."""
+        """The mean of a column or, where the run was widened, of the nearest one with samples."""
         sums = self.columns[min(self.columns, key=lambda other: abs(other - column))]
         return Sample(
             sums.tokens / sums.seconds,

@@ -30,7 +30,7 @@ in no answer."""
 
 
 def knows_placeholders(version: str) -> bool:
-    """Of the terminal that answers `version` to ASK_VERSION, as in "kitty(0.42.1)"."""
+    """Whether the terminal that answers `version` to ASK_VERSION, as in "kitty(0.42.1)", knows placeholders."""
     found = _VERSION.match(version)
     return found is not None and (int(found[2]), int(found[3])) >= _OLDEST[found[1]]
 

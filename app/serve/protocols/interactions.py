@@ -68,7 +68,7 @@ class InteractionBody(msgspec.Struct, kw_only=True):
 
     @property
     def earlier_id(self) -> str | None:
-        """Of the interaction that it goes on with."""
+        """The id of the interaction that it goes on with."""
         return self.previous_interaction_id
 
 

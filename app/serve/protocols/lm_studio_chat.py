@@ -50,7 +50,7 @@ class LmChatBody(msgspec.Struct, kw_only=True):
 
     @property
     def earlier_id(self) -> str | None:
-        """Of the response that it goes on with."""
+        """The id of the response that it goes on with."""
         return self.previous_response_id
 
 

@@ -60,12 +60,12 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
 
     @property
     def earlier_id(self) -> str | None:
-        """Of the response that it goes on with."""
+        """The id of the response that it goes on with."""
         return self.previous_response_id
 
     @property
     def named_ids(self) -> list[str]:
-        """Of the items of earlier responses that `input` only names."""
+        """The ids of the items of earlier responses that `input` only names."""
         given = self.input if isinstance(self.input, list) else ()
         return [f"{item.get('id')}" for item in given if is_name(item)]
 

@@ -24,7 +24,7 @@ SEALED = "orin-chat:"  # begins `encrypted_content`, which is not encrypted
 
 
 def new_id() -> str:
-    """Of a response."""
+    """The id of a new response."""
     return f"resp_{secrets.token_hex(24)}"
 
 

@@ -97,7 +97,7 @@ def keyed_delta_rule(
     apart = is_before.where(sums.unsqueeze(2) - sums.unsqueeze(1), -math.inf).exp()  # (heads, t, s, size)
 
     def products(x: Tensor) -> Tensor:
-        """Of x_t and the keys of the tokens so far: (heads, t, s)."""
+        """Products of x_t and the keys of the tokens so far, with the decays between: (heads, t, s)."""
         return (apart * x.unsqueeze(2) * k.unsqueeze(1)).sum(-1).contiguous()
 
     decay = sums.exp()

@@ -150,7 +150,7 @@ class Parts:
         return y.reshape(-1, dim).contiguous()
 
     def _attended(self, of: CrossAttention, x: Tensor, to: Tensor) -> Tensor:
-        """Of rows (windows, n, dim) to others of the same window."""
+        """Attention of rows (windows, n, dim) to others of the same window."""
         dim = int(x.shape[-1])
         q, k, v = (
             self.linear(linear, rows.reshape(-1, dim))

@@ -161,7 +161,7 @@ def _regex(regex: str, param: str) -> Grammar:
 
 
 def _grammar(grammar: str, param: str) -> Grammar:
-    """Of GBNF, which llama.cpp and vLLM read, or Lark's syntax. Raises ApiError."""
+    """The grammar of a text in GBNF, which llama.cpp and vLLM read, or in Lark's syntax. Raises ApiError."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     _check_length(grammar, param)

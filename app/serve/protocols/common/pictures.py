@@ -54,7 +54,8 @@ def from_base64(text: Any, param: str) -> Picture:
 
 
 def decoded(text: Any) -> bytes:
-    """Of base64, whose alphabet may be that of addresses, and which may lack its padding. Raises ValueError."""
+    """The bytes of base64, whose alphabet may be that of addresses, and which may lack its padding. Raises
+    ValueError."""
     digits = "".join(text.split()).translate(_OF_ADDRESSES) if isinstance(text, str) else ""
     for escape, sign in _ESCAPED.items() if "%" in digits else ():
         digits = digits.replace(escape, sign).replace(escape.lower(), sign)
@@ -81,7 +82,7 @@ def from_source(source: Any, param: str) -> Picture:
 
 
 def unseen(model: str) -> ApiError:
-    """Of a model that sees no pictures."""
+    """The error for pictures that are sent to a model that sees none."""
     return wrong(
         f"{model} sees no pictures: it has no encoder for them. /v1/models says which models do.", "messages"
     )

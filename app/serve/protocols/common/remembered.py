@@ -63,7 +63,7 @@ class Conversations:
             raise _forgotten()
 
     def size_bytes(self, id: str, owner: str) -> int:
-        """Of what `get` returns, as JSON; 0 if it would raise."""
+        """The size of what `get` returns, as JSON; 0 if it would raise."""
         return self._responses.size_bytes(id, owner)
 
     def item(self, id: str, owner: str, param: str) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Conversations:
         return item
 
     def item_bytes(self, id: str, owner: str) -> int:
-        """Of what `item` returns, as JSON; 0 if it would raise."""
+        """The size of what `item` returns, as JSON; 0 if it would raise."""
         return self._items.size_bytes(id, owner)
 
     def forget(self, id: str, owner: str) -> None:
@@ -135,8 +135,8 @@ class _Recent:
 
 
 def _compressed(data: bytes) -> bytes:
-    """Of short data with little memory: 260 KB for each response would leave holes in the heap between those that
-    stay."""
+    """Compresses short data with little memory: 260 KB for each response would leave holes in the heap between those
+    that stay."""
     wbits = 12 if len(data) <= _SHORT_BYTES else zlib.MAX_WBITS
     compressor = zlib.compressobj(1 if len(data) <= _LONG_BYTES else 0, wbits=wbits, memLevel=5)
     return compressor.compress(data) + compressor.flush()

@@ -260,9 +260,9 @@ def add_centred(
 
 @functools.cache
 def sparsify(deviations: float, lanes: int, tile: int) -> KernelFunction:
-    """Of each row x, what is above its mean by more than so many standard deviations: x = max(x - that, 0). The threads
-    share the tokens. Buffers: the rows, float32 (tokens, cols); the number of units in a row, int32 (1,); the state if
-    tile is more than 1."""
+    """Keeps of each row x what is above its mean by more than so many standard deviations: x = max(x - that, 0). The
+    threads share the tokens. Buffers: the rows, float32 (tokens, cols); the number of units in a row, int32 (1,); the
+    state if tile is more than 1."""
 
     def kernel(part: UOp, parts: UOp, rows: UOp, shape: UOp, *state: UOp) -> UOp:
         k = KernelBuilder(lanes)

@@ -284,7 +284,7 @@ class _Attention:
                     k.store(self.out, task.queries[q] + (j * at_once + v) * wide, result)
 
     def vectors_at_once(self, vectors: int) -> int:
-        """So many of the `vectors` of a head's values are summed in one loop, as many as stay in registers."""
+        """How many of the `vectors` of a head's values are summed in one loop: as many as stay in registers."""
         fitting = (
             d for d in range(1, vectors + 1) if vectors % d == 0 and (d == 1 or d * self.n <= MAX_SUMS)
         )

@@ -109,9 +109,9 @@ class _Scores:
 
 @functools.cache
 def attend(h: PatchHeads, windowed: bool = False) -> KernelFunction:
-    """Of the queries of a chunk. Buffers: out, float32 (rows, width); scratch, float32 (parts, tiles, lanes, lanes);
-    queries, keys and values (`split_heads`); what hides keys, float32 (tiles * lanes,): 0, or a large negative number;
-    the tiles of a picture, int32 (1,); the state; if `windowed`, the windows (`KeyTiles`)."""
+    """Attention of the queries of a chunk. Buffers: out, float32 (rows, width); scratch, float32 (parts, tiles, lanes,
+    lanes); queries, keys and values (`split_heads`); what hides keys, float32 (tiles * lanes,): 0, or a large negative
+    number; the tiles of a picture, int32 (1,); the state; if `windowed`, the windows (`KeyTiles`)."""
     lanes, dim = h.lanes, h.dim
 
     def kernel(

@@ -233,7 +233,8 @@ class _Norm:
         self._mean, self._factor = k.registers(1), k.registers(1)
 
     def measure(self, value: Callable[[Index], UOp], stride: Index, cols: UOp) -> None:
-        """Of a row of `cols` elements, and zeros up to `stride`. `value`: the elements from a column on."""
+        """Computes the factor, and the mean, of a row of `cols` elements, with zeros up to `stride`. `value`: the
+        elements from a column on."""
         if self._norm.eps is None:
             return
         k, share = self._k, cols.cast(F32).reciprocal()

@@ -45,9 +45,10 @@ def _rounded(x: UOp) -> UOp:
 
 @functools.cache
 def round_heads(h: PatchHeads) -> KernelFunction:
-    """Of a chunk. Buffers: queries and keys, int16 (heads, tiles, dim / 2, lanes, 2) each, and values, int16 (heads,
-    tiles, lanes / 2, padded_dim, 2), pairs of dimensions and of keys; the scales of the three, float32 (heads, tiles,
-    lanes) each; queries, keys and values as `split_heads` makes them; the tiles of a picture, int32 (1,); the state."""
+    """Rounds the heads of a chunk to integers. Buffers: queries and keys, int16 (heads, tiles, dim / 2, lanes, 2) each,
+    and values, int16 (heads, tiles, lanes / 2, padded_dim, 2), pairs of dimensions and of keys; the scales of the
+    three, float32 (heads, tiles, lanes) each; queries, keys and values as `split_heads` makes them; the tiles of a
+    picture, int32 (1,); the state."""
     lanes, dim, padded = h.lanes, h.dim, h.padded_dim
     most, most_value = most_rounded(dim), most_rounded(lanes)
 
@@ -124,9 +125,9 @@ def _dots(
 
 @functools.cache
 def attend_rounded(h: PatchHeads, windowed: bool = False) -> KernelFunction:
-    """Of the queries of a chunk. Buffers: out, float32 (rows, width); scratch: scores, float32 (parts, tiles, lanes,
-    lanes), weights, int16 (parts, tiles, lanes / 2, lanes, 2), and their scales, float32 (parts, tiles, lanes); what
-    `round_heads` makes; what hides keys, float32 (tiles * lanes,): 0, or a large negative number; the tiles of a
+    """Attention of the queries of a chunk. Buffers: out, float32 (rows, width); scratch: scores, float32 (parts, tiles,
+    lanes, lanes), weights, int16 (parts, tiles, lanes / 2, lanes, 2), and their scales, float32 (parts, tiles, lanes);
+    what `round_heads` makes; what hides keys, float32 (tiles * lanes,): 0, or a large negative number; the tiles of a
     picture, int32 (1,); the state; if `windowed`, the windows (`KeyTiles`)."""
     lanes, dim, padded = h.lanes, h.dim, h.padded_dim
     most = most_rounded(lanes)

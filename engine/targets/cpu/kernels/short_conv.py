@@ -16,7 +16,7 @@ from engine.targets.cpu.kernels.step_state import runs_of
 
 @dataclass(frozen=True)
 class ConvChannels:
-    """So many channels, a multiple of `lanes`, whose convolution reads `taps` tokens. A sequence keeps the inputs that
+    """`channels`, a multiple of `lanes`, whose convolution reads `taps` tokens. A sequence keeps the inputs that
     its next token reads, float32 (taps - 1, channels)."""
 
     channels: int

@@ -23,10 +23,10 @@ from engine.targets.nvidia.kernels.weights.weight_layout import permuted, permut
 
 @functools.cache
 def queries_apart(h: LatentHeads, has_keys: bool) -> Epilogue:
-    """Of a product's rows, first those of all heads' plain elements, then those of the rotated ones, and if it
-    `has_keys`, those of a key. outs: plain, a vector for each head's product, permuted and scaled, float32 (heads,
-    permuted_size(plain)); vectors, those of the queries, of which the rotated elements are stored, float32 (rows,);
-    key, float32 (dim,). ins: the input_scale of the heads' product, float32 (UNIT,)."""
+    """Stores the rows of a product apart: first those of all heads' plain elements, then those of the rotated ones, and
+    if it `has_keys`, those of a key. outs: plain, a vector for each head's product, permuted and scaled, float32
+    (heads, permuted_size(plain)); vectors, those of the queries, of which the rotated elements are stored, float32
+    (rows,); key, float32 (dim,). ins: the input_scale of the heads' product, float32 (UNIT,)."""
     n_plain, n_rotated = h.heads * h.plain, h.heads * h.rotated
 
     def stores(

@@ -227,7 +227,8 @@ class DigitUnit:
 
     @functools.cached_property
     def _starts(self) -> list[list[UOp]]:
-        """Of each group and digit, what the sum of products begins with: codes that are small floats have an offset."""
+        """What the sum of products begins with, for each group and digit: codes that are small floats have an
+        offset."""
         format, none = self.layout.format, UOp.const(0, I32)
         assert format
         if self._form.has_sums:  # the lower digit's sum, and with it that of both, becomes a float
@@ -257,7 +258,7 @@ class DigitUnit:
         return loaded.of_dots(dots, self.sums)
 
     def _sums_of_integers(self, loaded: Unit) -> list[UOp]:
-        """Of each group."""
+        """The sum of each group, of weights that are integers."""
         words = [mask(shift_right(word, by), 0x0F0F0F0F) for word in loaded.words for by in (0, 4)]
         sums = []
         for g, starts in enumerate(self._starts):
@@ -266,7 +267,7 @@ class DigitUnit:
         return sums
 
     def _sums_of_codes(self, loaded: Unit) -> list[UOp]:
-        """Of each group."""
+        """The sum of each group, of weights that are places in a codebook, or small floats."""
         format, sums = self.layout.format, []
         assert format
         # small floats are in memory in the order of their bits

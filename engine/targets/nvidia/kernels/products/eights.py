@@ -61,7 +61,7 @@ class Gathered:
 
     @property
     def n_bytes(self) -> int:
-        """Of the shared memory."""
+        """Bytes of shared memory that they take."""
         return self.tokens * self.runs * RUN * 2
 
     @property

@@ -281,9 +281,9 @@ float32 (rows,); input_scale, float32 (UNIT,)."""
 
 @functools.cache
 def routed(n: int, activation: Activation, pair: int = 2) -> Epilogue:
-    """Of the first `n` rows, those of a router and of a shared expert's gate, the product; of the others, which
-    alternate between that expert's gate and up, as `activated`, or are of up alone if `pair` is 1. They are another
-    matrix. outs: logits, float32 (n,); out, the vector, float32 (permuted_size((rows - n) / pair),); ins: its
+    """Stores the product of the first `n` rows, those of a router and of a shared expert's gate, and the others as
+    `activated` does: they alternate between that expert's gate and up, or are of up alone if `pair` is 1, and are
+    another matrix. outs: logits, float32 (n,); out, the vector, float32 (permuted_size((rows - n) / pair),); ins: its
     input_scale, float32 (UNIT,)."""
 
     def stores(rows: BlockRows, logits: UOp, out: UOp, input_scale: UOp) -> list[UOp]:

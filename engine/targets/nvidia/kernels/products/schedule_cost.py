@@ -195,7 +195,7 @@ def _is_large(layout: WeightLayout) -> bool:
 
 @functools.cache
 def _share_of_codebooks(stack: StackedMatrices) -> float:
-    """Of the rows: those whose weights are looked up in a large codebook, or are small floats."""
+    """The share of the rows whose weights are looked up in a large codebook, or are small floats."""
     return sum(rows for layout, rows in stack.matrices if _is_large(layout) or layout.is_e2m1) / stack.rows
 
 

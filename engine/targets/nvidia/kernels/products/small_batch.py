@@ -338,7 +338,7 @@ class _Rows:
 
     @property
     def _quarters(self) -> int:
-        """Of a slice."""
+        """How many quarters a slice of a unit has."""
         return UNIT // QUARTER // self.slices
 
     def fetch(self, step: UOp, nth: UOp) -> list[list[UOp]]:

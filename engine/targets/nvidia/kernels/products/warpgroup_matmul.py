@@ -214,7 +214,7 @@ class _Rows:
         return [self.layout.load_quarter(planes, row, self.units, *self._quarter(step)) for row in rows]
 
     def words(self, loaded: Sequence[Sequence[UOp]], step: UOp, is_last: bool) -> list[list[UOp]]:
-        """Of each row, words of pairs of weights; zeros beyond the last step, which it may be if it `is_last`."""
+        """Words of pairs of weights of each row; zeros beyond the last step, which it may be if it `is_last`."""
         _, quarter = self._quarter(step)
         words = [[word_of(*pair) for pair in quarter_pairs(self.layout, own, quarter)] for own in loaded]
         if not is_last:

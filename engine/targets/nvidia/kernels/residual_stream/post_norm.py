@@ -115,7 +115,7 @@ def add_both(n: int, n_norm_sums: tuple[int, int], copies: int, eps: float, scal
         before, weight = load(stream, row, ok), load(post_norm, row, ok)
 
         def own_sum(first: int, count: int) -> UOp:
-            """Of a thread's share of partial sums."""
+            """The sum of a thread's share of partial sums."""
             places = [thread + i * threads for i in range(-(-count // threads))]
             whole = count % threads == 0
             return tree([load(row_squares, p + first, None if whole else p < count) for p in places])

@@ -119,7 +119,7 @@ class _Token:
         return stores
 
     def stores(self, buffer: UOp, values: Sequence[UOp]) -> list[UOp]:
-        """Of this thread's elements of a stream."""
+        """Stores this thread's elements of a stream."""
         first = self.token * self.streams.cols
         return [store(buffer, first + c, x, ok) for (c, ok), x in zip(self.own, values, strict=True)]
 

@@ -148,7 +148,7 @@ def next_tokens(n_blocks: int, count: int) -> Kernel:
 
 
 def _threads() -> int:
-    """Of a block that finds the largest of many logits. More share the work, but have fewer registers."""
+    """The threads of a block that finds the largest of many logits. More share the work, but have fewer registers."""
     return 512 if spills_early() else 1024
 
 

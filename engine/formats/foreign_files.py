@@ -1,4 +1,4 @@
-"""What a file is that is no model."""
+"""Recognizes files of other kinds that are given in the place of a GGUF file, for the sentence that refuses them."""
 
 
 def guess_kind(head: bytes, size: int) -> str:
