@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -86,7 +87,7 @@ def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_
         exception_handlers={HTTPException: _not_found},
     )
     app.router.redirect_slashes = False
-    return _plain_paths(Access(Bodies(app), key))
+    return _plain_paths(Access(_without_sockets(Bodies(app)), key))
 
 
 def _with_and_without_v1(endpoints: Endpoints) -> list[Entry]:
@@ -223,6 +224,21 @@ def _plain_paths(app: ASGIApp) -> ASGIApp:
         elif found := _BEFORE_PATHS.match(path):
             path = f"/v1/{path[found.end() :]}"
         await app({**scope, "path": path}, receive, send)
+
+    return called
+
+
+def _without_sockets(app: ASGIApp) -> ASGIApp:
+    """`app`, which refuses WebSockets. Codex CLI asks a server for one that it takes for OpenAI's. When the status is
+    426 it posts its request at once, after any other one it tries again for 20 s first."""
+
+    async def called(scope: Scope, receive: Receive, send: Send) -> None:
+        if Headers(scope=scope).get("upgrade", "").lower() != "websocket":
+            return await app(scope, receive, send)
+        refused = ApiError(
+            426, "This server has no WebSockets: post the request.", headers={"Upgrade": "HTTP/1.1"}
+        )
+        await error_response(refused, scope["path"])(scope, receive, send)
 
     return called
 

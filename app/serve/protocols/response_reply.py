@@ -70,10 +70,8 @@ class ResponseReply(Reply):
         if not self._is_created:
             yield from self.begin()
         else:
-            short: Json = {
-                "instructions": None,
-                "tools": [],
-            }  # which may have megabytes, and were in the first events
+            # These may have megabytes, and were in the first events.
+            short: Json = {"instructions": None, "tools": []}
             yield self._event("response.in_progress", response=self.response("in_progress") | short)
 
     def failed(self, error: ApiError) -> Json:

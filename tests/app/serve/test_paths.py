@@ -56,6 +56,16 @@ async def test_what_is_not_done_is_said_as_anthropic_has_it(served):
     assert "batches" in body["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/", "/v1/realtime"])
+async def test_there_are_no_web_sockets(served, path):
+    """Codex CLI goes on with a plain request at once, by this status alone."""
+    client, _ = served()
+    headers = {"Connection": "Upgrade", "Upgrade": "WebSocket", "Sec-WebSocket-Version": "13"}
+    response = await client.get(path, headers=headers)
+    assert response.status_code == 426 and "post the request" in error(response)["message"]
+    assert (await client.get("/health", headers={"Connection": "Upgrade", "Upgrade": "h2c"})).is_success
+
+
 async def test_small_paths_of_other_servers(served):
     client, _ = served()
     assert (await client.get("/ping")).status_code == 200
