@@ -19,6 +19,7 @@ from app.cli.meant import check_command
 from app.cli.replaced import REPLACED, is_replaced
 from engine.errors import BackendError, OrinError, UsageError
 from engine.system.bytecode import keep_bytecode
+from engine.system.light_imports import import_msgspec
 from engine.system.logs import screen_log
 from widgets.terminal.stray_output import stray_errors_to, stray_output_to
 
@@ -167,6 +168,7 @@ def _chat(arguments: Sequence[str]) -> int:
     if args.engine is None:
         from engine.protocol.launch import launch
 
+        import_msgspec()  # the engine's process, forked of this one, needs it too
         launch()
     settings, flaws = _settings_and_flaws()
     if flaws and (args.one_shot or args.once or args.plain):

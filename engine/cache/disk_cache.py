@@ -20,7 +20,7 @@ from typing import Any
 
 import platformdirs
 
-import engine
+from engine.cache.sources import source_digest
 from engine.devices import cuda_driver
 from engine.devices.device_name import device_name
 from engine.system.invocation import installed_version
@@ -28,10 +28,7 @@ from engine.system.whole_file import open_file, write_whole
 
 LIMIT_BYTES = 512 << 20
 _DAY_S = 86400
-STEP_SOURCES = "kernels", "formats", "description", "runtime", "targets"
-"""The source that says which kernels a step has."""
 _DIGEST_BYTES = 32
-_LONGEST_SOURCE = 1 << 20  # bytes
 # Environment variables by which tinygrad chooses the device and how it generates code.
 _VARIABLES = (
     "DEV", "CC", "JIT_BATCH_SIZE", "ALLOW_HALF8", "NOOPT",
@@ -126,40 +123,6 @@ def lasting_cache() -> DiskCache:
     starts need not compile anything, and which schedules searches found. The keys or the values say what of these they
     depend on."""
     return DiskCache(_folder(), "")
-
-
-@functools.cache
-def source_digest(*paths: str) -> str:
-    """A digest of the Python source below folders and files of `engine` (default: all that kernels are made of). It
-    belongs in the key of an entry that depends on this source but not on a kernel's own text."""
-    digest = hashlib.sha256()
-    for name in paths or ("kernels", "targets/nvidia/kernels", "targets/cpu/kernels", "formats"):
-        for file in _sources(str(Path(engine.__file__).parent / name)):
-            digest.update(_file_digest(file))
-    return digest.hexdigest()
-
-
-# Each start reads all of these before anything else: three system calls for a file, once.
-
-
-@functools.cache
-def _sources(path: str) -> tuple[str, ...]:
-    """The Python files at or below a path, in order."""
-    if path.endswith(".py"):
-        return (path,)
-    with os.scandir(path) as entries:
-        below = sorted((entry.path, entry.is_dir()) for entry in entries)
-    folders = (_sources(name) if is_folder else (name,) for name, is_folder in below)
-    return tuple(name for names in folders for name in names if name.endswith(".py"))
-
-
-@functools.cache
-def _file_digest(path: str) -> bytes:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        return hashlib.sha256(os.read(file, _LONGEST_SOURCE)).digest()
-    finally:
-        os.close(file)
 
 
 def _environment() -> str:

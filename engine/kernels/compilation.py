@@ -26,7 +26,8 @@ from tinygrad.engine import realize
 from tinygrad.renderer import Renderer
 from tinygrad.uop.ops import Ops
 
-from engine.cache.disk_cache import STEP_SOURCES, disk_cache, source_digest
+from engine.cache.disk_cache import disk_cache
+from engine.cache.sources import STEP_SOURCES, source_digest
 from engine.errors import CompilerHangsError, PreemptedError, print_without_messages
 from engine.kernels import compilers
 from engine.kernels.functions import fingerprint, packed

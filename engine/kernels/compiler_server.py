@@ -7,7 +7,8 @@ import multiprocessing
 import os
 from collections.abc import Iterable
 
-from engine.cache.disk_cache import STEP_SOURCES, lasting_cache, source_digest
+from engine.cache.disk_cache import lasting_cache
+from engine.cache.sources import STEP_SOURCES, source_digest
 
 _STARTS = "starts"
 _PRELOADED = ["tinygrad.codegen.opt.search", "tinygrad.engine.realize", "engine.fixes.program_cache"]

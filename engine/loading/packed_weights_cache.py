@@ -25,7 +25,7 @@ import numpy as np
 import platformdirs
 from numpy.typing import NDArray
 
-from engine.cache.disk_cache import source_digest
+from engine.cache.sources import source_digest
 from engine.formats.gguf import GGUF
 from engine.system.whole_file import open_file, replacing
 

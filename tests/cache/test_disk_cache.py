@@ -129,13 +129,3 @@ def test_processes_may_write_at_once(folder):
     ]
     assert [(writer.communicate()[1], writer.returncode) for writer in writers] == [(b"", 0)] * 3
     assert len(files(folder)) == 5
-
-
-def test_sources_are_all_that_lies_below_a_folder(tmp_path):
-    for name, text in (("b.py", "1"), ("a/c.py", "2"), ("a/d.txt", "3"), ("a/e/f.py", "4")):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    names = [str(tmp_path / name) for name in ("a/c.py", "a/e/f.py", "b.py")]
-    assert list(disk_cache._sources(str(tmp_path))) == names
-    assert len({disk_cache._file_digest(name) for name in names}) == 3
-    assert len({disk_cache.source_digest(*folders) for folders in ((), ("kernels",), ("formats",))}) == 3

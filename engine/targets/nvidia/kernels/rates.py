@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
 
-from engine.cache.disk_cache import disk_cache, source_digest
+from engine.cache.disk_cache import disk_cache
+from engine.cache.sources import source_digest
 
 _SOURCES = tuple(
     f"targets/nvidia/{name}.py" for name in ("calibration", "kernels/rates", "probes", "kernels/copy_kernel")

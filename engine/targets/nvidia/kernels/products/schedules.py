@@ -16,7 +16,8 @@ from typing import Literal, NamedTuple, get_args
 import msgspec
 from tinygrad import Device
 
-from engine.cache.disk_cache import disk_cache, lasting_cache, source_digest
+from engine.cache.disk_cache import disk_cache, lasting_cache
+from engine.cache.sources import source_digest
 from engine.cache.start_trial import start_trials
 from engine.devices.device_name import device_name
 from engine.formats.quantization import Format

@@ -16,7 +16,8 @@ from tinygrad.dtype import DType
 from tinygrad.engine.realize import get_runtime
 from tinygrad.uop.ops import Ops
 
-from engine.cache.disk_cache import disk_cache, source_digest
+from engine.cache.disk_cache import disk_cache
+from engine.cache.sources import source_digest
 from engine.formats.rope_order import HeadOrder
 from engine.kernels.compilation import (
     Compiled,
