@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, TextIO
 from app.cli import options
 from app.cli.left_threads import end_without_left_threads
 from app.cli.meant import check_command
-from app.cli.replaced import REPLACED, is_replaced
+from app.cli.replaced import CUT, REPLACED, is_replaced
 from engine.errors import BackendError, OrinError, UsageError
-from engine.system.bytecode import keep_bytecode
+from engine.system.bytecode import forget_damaged, keep_bytecode
 from engine.system.light_imports import import_msgspec
 from engine.system.logs import screen_log
 from widgets.terminal.stray_output import stray_errors_to, stray_output_to
@@ -82,6 +82,8 @@ def _run(arguments: list[str]) -> int:
             raise
         if is_replaced(error):
             return _print_error(REPLACED, as_json=as_json)
+        if forget_damaged(error):
+            return _print_error(CUT, as_json=as_json)
         internal = OrinError(
             f"Internal error: {type(error).__name__}: {error}.", "With --verbose it shows where."
         )

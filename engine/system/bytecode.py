@@ -1,9 +1,15 @@
 """The bytecode of imported modules, for machines on which Python keeps none."""
 
 import os
+import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
+
+_FOLDER = "orin-chat/bytecode"
+_LEAST_FREE_BYTES = (
+    64 << 20
+)  # of a disk: what a full one has cut is kept, too, and then nothing that needs it starts
 
 
 def keep_bytecode() -> None:
@@ -21,4 +27,14 @@ def keep_bytecode() -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # What is imported is run. With sudo, this may be the folder of another user.
         if folder.is_absolute() and folder.stat().st_uid == os.getuid():
-            sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
+            sys.pycache_prefix = str(folder)
+            sys.dont_write_bytecode = shutil.disk_usage(folder).free < _LEAST_FREE_BYTES
+
+
+def forget_damaged(error: Exception) -> bool:
+    """Deletes what `keep_bytecode` has kept if `error` is that of an import of a file that was cut. Whether it is."""
+    prefix = sys.pycache_prefix or ""
+    is_cut = isinstance(error, EOFError) and "marshal" in str(error) and Path(prefix).match(_FOLDER)
+    if is_cut:
+        shutil.rmtree(prefix, ignore_errors=True)
+    return is_cut

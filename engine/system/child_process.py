@@ -31,8 +31,9 @@ def module_environment() -> dict[str, str]:
     environment.pop("PYTHONIOENCODING", None)
     if sys.pycache_prefix:
         environment["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
-    if not sys.dont_write_bytecode:
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    if sys.dont_write_bytecode:
+        environment["PYTHONDONTWRITEBYTECODE"] = "1"
     return environment
 
 

@@ -1,10 +1,17 @@
 """Bytecode is kept in the user's cache where Python keeps none."""
 
 import json
+import marshal
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from engine.system import bytecode
+from engine.system.child_process import module_environment
 from tests.paths import ROOT
 
 _SCRIPT = """
@@ -33,6 +40,22 @@ def test_bytecode_is_kept_where_python_may_not_write_it(tmp_path):
     folder = str(tmp_path / "orin-chat" / "bytecode")
     assert state == [folder, False, None, folder]
     assert len(kept) == 1 and str(kept[0]).startswith(folder)
+
+
+def test_a_full_disk_gets_no_bytecode_of_which_it_would_keep_a_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(bytecode, "__spec__", SimpleNamespace(cached=""))
+    monkeypatch.setattr(bytecode.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 20))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    bytecode.keep_bytecode()
+    assert sys.dont_write_bytecode and module_environment()["PYTHONDONTWRITEBYTECODE"] == "1"
+    kept = Path(sys.pycache_prefix, "module.pyc")
+    kept.write_bytes(b"a part")
+    assert not bytecode.forget_damaged(EOFError("a pipe")) and kept.exists()
+    with pytest.raises(EOFError) as cut:
+        marshal.loads(marshal.dumps(test_bytecode_that_python_keeps_stays_where_it_is.__code__)[:40])
+    assert bytecode.forget_damaged(cut.value) and not kept.exists()
 
 
 def test_bytecode_that_python_keeps_stays_where_it_is(tmp_path):
