@@ -1,10 +1,11 @@
 """Measures the rates of the default GPU (`kernels.rates`), by which tiles and schedules are chosen.
 
-It does so once with a driver and a version, in a start that waits for compiler processes anyway: five small kernels are
+It does so with each driver and version, in a start that waits for compiler processes anyway: five small kernels are
 compiled meanwhile, and run for a few milliseconds, before weights travel. No further one is begun once the time is up.
 From the next start on, the rates are used. What is near to what the driver tells stays as that is, since other numbers
-would mean that kernels are compiled again, for a gain of less than a per cent. If something fails, all rates are what
-the driver tells, and the engine's log says so.
+would mean that kernels are compiled again, for a gain of less than a per cent. Where one is not near, another program
+may have had the GPU meanwhile. So the next such starts, and `tune`, measure again, three in all, and the fastest
+counts. If something fails, all rates are what the driver tells, and the engine's log says so.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from engine.targets.nvidia import probes
 from engine.targets.nvidia.kernels import device
 from engine.targets.nvidia.kernels.copy_kernel import copy_kernel
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
-from engine.targets.nvidia.kernels.rates import Rates, keep_rates, kept_rates
+from engine.targets.nvidia.kernels.rates import Kept, Rates, keep_rates, kept_rates
 
 _COPIED = 1 << 25  # numbers of 32 bits: with their copy beyond the caches of all GPUs
 _COPIES, _LINKS, _CHASES = 8, 64, 2  # kernels of a graph
 _BLOCKS = 12  # of a multiprocessor: more than it holds at a time
 _ROUNDS = 4  # of which the fastest counts: other programs only make them slower
 _AT_MOST_S = 0.7
+_STARTS = 3  # that measure a GPU whose rates are not what the driver tells
 
 
 class _Probe(NamedTuple):
@@ -44,19 +46,23 @@ class _Probe(NamedTuple):
 def calibrate() -> None:
     """Measures the default GPU's rates and keeps them for later starts, unless that was done. Only where CUDA runs it,
     and not where it stands in for another one."""
-    if not device.is_own_cuda() or kept_rates(device.multiprocessors()):
+    if not device.is_own_cuda():
         return
-    chip = device.chip()
+    count, told = device.multiprocessors(), device.told_rates()
+    kept = kept_rates(count) or Kept(told, 0)
+    if kept.starts >= _STARTS or (kept.starts and kept.rates == told):
+        return
     with timeline.span("calibration"):
         try:
-            rates = measured(chip)
+            rates = measured(device.chip())
         except (
             Exception
         ) as error:  # of memory, the compiler or the driver: opening the model says what is wrong
             print(f"The GPU's rates were not measured: {error}", file=sys.stderr)
             return
-    if rates.are_likely(chip.rates):
-        keep_rates(rates.settled(chip.rates), chip.multiprocessors)
+    if rates.are_likely(told):
+        best = rates.best(kept.rates) if kept.starts else rates
+        keep_rates(Kept(best.settled(told), kept.starts + 1), count)
     else:
         print(f"Something disturbed the measurement of the GPU's rates: {rates}", file=sys.stderr)
 

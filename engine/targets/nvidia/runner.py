@@ -476,6 +476,8 @@ class NvidiaRunner:
     # ---- the search for schedules ----
 
     def search(self, request: SearchRequest) -> bool:
+        if not request.interrupted:  # nobody waits for an answer
+            calibrate()
         before = [product.schedule for product in self._model.products]
         search(self.search_target(), request)
         if is_changed := before != [product.schedule for product in self._model.products]:

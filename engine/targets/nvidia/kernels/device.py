@@ -47,10 +47,15 @@ def chip() -> Chip:
     )
     if not is_own_cuda():
         return known
-    gbps = 2 * _attribute(_MEMORY_CLOCK) * _attribute(_BUS_BITS) / 8 / 1e6 * _COPY_SHARE
-    told = estimated(known.multiprocessors, gbps, _attribute(_CLOCK) / 1e6)
-    rates = kept_rates(known.multiprocessors) or told
+    kept = kept_rates(known.multiprocessors)
+    rates = kept.rates if kept else told_rates()
     return replace(known, warps=_attribute(_THREADS) // 32 or known.warps, own_rates=rates)
+
+
+def told_rates() -> Rates:
+    """The rates of the default GPU, which CUDA runs, as they follow from what the driver tells."""
+    gbps = 2 * _attribute(_MEMORY_CLOCK) * _attribute(_BUS_BITS) / 8 / 1e6 * _COPY_SHARE
+    return estimated(multiprocessors(), gbps, _attribute(_CLOCK) / 1e6)
 
 
 def _attribute(number: int) -> int:

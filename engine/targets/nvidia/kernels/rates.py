@@ -8,6 +8,7 @@ the two GPUs' rates.
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
+from typing import NamedTuple
 
 from engine.cache.disk_cache import disk_cache
 from engine.cache.sources import source_digest
@@ -37,6 +38,11 @@ class Rates:
         pairs = zip(astuple(self), astuple(estimate), strict=True)
         return all(x > 0 and max(x / y, y / x) < _LIKELY for x, y in pairs)
 
+    def best(self, other: Rates) -> Rates:
+        """The faster of each: other programs on the GPU only make a measurement slower."""
+        pairs = zip(astuple(self), astuple(other), (max, min, min, max, max), strict=True)
+        return Rates(*(faster(x, y) for x, y, faster in pairs))
+
     def settled(self, estimate: Rates) -> Rates:
         """With the numbers of the `estimate` that are near."""
         pairs = zip(astuple(self), astuple(estimate), strict=True)
@@ -59,15 +65,22 @@ def estimated(multiprocessors: int, gbps: float = 0.0, ghz: float = 0.0) -> Rate
     )
 
 
-def kept_rates(multiprocessors: int) -> Rates | None:
+class Kept(NamedTuple):
+    """The best rates of a GPU that were measured in so many starts."""
+
+    rates: Rates
+    starts: int
+
+
+def kept_rates(multiprocessors: int) -> Kept | None:
     """What was measured on the default GPU with this driver and these probes; None if nothing was. (On a Jetson some
     power modes switch multiprocessors off.)"""
-    rates = disk_cache().get("rates", _key(multiprocessors))
-    return rates if isinstance(rates, Rates) else None
+    kept = disk_cache().get("rates", _key(multiprocessors))
+    return kept if isinstance(kept, Kept) else None
 
 
-def keep_rates(rates: Rates, multiprocessors: int) -> None:
-    disk_cache().put("rates", _key(multiprocessors), rates)
+def keep_rates(kept: Kept, multiprocessors: int) -> None:
+    disk_cache().put("rates", _key(multiprocessors), kept)
 
 
 def _key(multiprocessors: int) -> tuple[str, int]:
