@@ -1,5 +1,7 @@
 """`orin-chat serve`: a model, or one of several, answers other programs over HTTP."""
 
+from __future__ import annotations
+
 import asyncio
 import math
 import os
@@ -24,7 +26,9 @@ from engine.system.invocation import pip_install
 from widgets.text import one_line
 
 if TYPE_CHECKING:
+    from app.chat.configuration import Configuration
     from app.serve.limits import Limits
+    from app.serve.service import Service
 
 MAX_WAITING = 32
 EPILOG = """\
@@ -49,17 +53,21 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
     from app.serve.model_pool import ModelPool
     from app.serve.routes import application
     from app.serve.server import Server, listen
-    from app.serve.service import ModelFile, Service
 
     key, configuration = options.key(args), options.configuration(args, settings)
     paths, limits = _models(args, settings), args.limits or _limits_of(settings)
-    if len(paths) > 1 and args.mmproj not in (None, "off"):
-        raise UsageError("--mmproj FILE is for one model.", "Those of --models are found beside them.")
-    if len(paths) > 1 and args.draft:
-        raise UsageError("--draft NAME is for one model.")
-    if len(paths) > 1 and args.lora:
-        raise UsageError("--lora FILE is for one model.")
-    draft, lora = str(draft_model(args, settings) or ""), adapters(args.lora)
+    if len(paths) > 1:
+        _refuse_files_of_one_model(args)
+    engine_options = replace(
+        configuration.engine,
+        draft=str(draft_model(args, settings) or ""),
+        lora=adapters(args.lora),
+        parallel=args.parallel,
+        token_gap=args.token_gap,
+        context_at_most=configuration.engine.context_at_most or len(paths) > 1,
+    )
+    keep_warm_s = configuration.keep_warm_s if len(paths) == 1 else None
+    service_of = partial(_service, args, configuration._replace(engine=engine_options), keep_warm_s)
     with listen(args.host, args.port) as sock:
         host, port = sock.getsockname()[:2]
         if not key and not is_loopback(host):
@@ -67,47 +75,11 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
                 f"Everyone who reaches {args.host} could use this server.",
                 "Put a key into an environment variable and name it: --api-key-env NAME.",
             )
-        engine_options = replace(
-            configuration.engine,
-            parallel=args.parallel,
-            token_gap=args.token_gap,
-            context_at_most=configuration.engine.context_at_most or len(paths) > 1,
-        )
-
-        def service_of(name: str) -> Service:
-            keep_warm_s = configuration.keep_warm_s if len(paths) == 1 else None
-            path, mmproj = paths[name], encoder_of(paths[name], args.mmproj)
-            file = ModelFile.read(path, mmproj)  # clients that come meanwhile wait
-            beside = {"mmproj": mmproj, "draft": draft, "lora": lora}
-            options_of_model = replace(engine_options, model_path=str(path), **beside)
-            engine = LocalEngine(options_of_model, keep_warm_s=keep_warm_s)
-            service = Service(
-                engine,
-                model=name,
-                file=file,
-                sampling=configuration.sampling,
-                think=not args.no_think,
-                parallel=args.parallel,
-                max_waiting=args.queue,
-            )
-            engine.on_event = service.observe
-            return service
-
-        first, *others = paths
-        service = service_of(first)
-
-        def other(name: str) -> Service:
-            made = service_of(name)
-            made.metrics, made.on_handled, made.stopping = (
-                service.metrics,
-                service.on_handled,
-                service.stopping,
-            )
-            return made
-
+        (name, path), *others = paths.items()
+        service = service_of(name, path)
         pool = ModelPool(
             service,
-            {name: partial(other, name) for name in others},
+            {name: partial(service_of, name, path, beside=service) for name, path in others},
             most_loaded=args.loaded,
             idle_s=args.unload_after,
         )
@@ -120,6 +92,48 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
         lines = Lines(address)
         service.on_handled = lines.handled
         return asyncio.run(Server(service, service.engine, http, sock, lines.show, pool).run())
+
+
+def _refuse_files_of_one_model(args: Namespace) -> None:
+    """Raises UsageError for options that name a file which fits one model."""
+    if args.mmproj not in (None, "off"):
+        raise UsageError("--mmproj FILE is for one model.", "Those of --models are found beside them.")
+    if args.draft:
+        raise UsageError("--draft NAME is for one model.")
+    if args.lora:
+        raise UsageError("--lora FILE is for one model.")
+
+
+def _service(
+    args: Namespace,
+    configuration: Configuration,
+    keep_warm_s: float | None,
+    name: str,
+    path: Path,
+    beside: Service | None = None,
+) -> Service:
+    """The service of a model, whose engine is not started. It counts and shows what it does together with the service
+    `beside` it. Raises OrinError if the file cannot be read."""
+    from app.serve.service import ModelFile, Service
+
+    mmproj = encoder_of(path, args.mmproj)
+    file = ModelFile.read(path, mmproj)  # clients that come meanwhile wait
+    engine_options = replace(configuration.engine, model_path=str(path), mmproj=mmproj)
+    engine = LocalEngine(engine_options, keep_warm_s=keep_warm_s)
+    service = Service(
+        engine,
+        model=name,
+        file=file,
+        sampling=configuration.sampling,
+        think=not args.no_think,
+        parallel=args.parallel,
+        max_waiting=args.queue,
+    )
+    engine.on_event = service.observe
+    if beside:
+        service.metrics, service.on_handled = beside.metrics, beside.on_handled
+        service.stopping = beside.stopping
+    return service
 
 
 def _models(args: Namespace, settings: Settings) -> dict[str, Path]:
@@ -194,7 +208,7 @@ def _port(text: str) -> int:
     return port
 
 
-def _limits_of(settings: Settings) -> "Limits":
+def _limits_of(settings: Settings) -> Limits:
     """Raises UsageError."""
     from app.serve.limits import NO_LIMITS
 
@@ -204,7 +218,7 @@ def _limits_of(settings: Settings) -> "Limits":
         raise UsageError(f"In the settings, limits {error}.") from None
 
 
-def _limits(text: str) -> "Limits":
+def _limits(text: str) -> Limits:
     from app.serve.limits import Limits
 
     return Limits.parse(text)
