@@ -65,6 +65,12 @@ INDEXER = {
     "attention.indexer.top_k": 1024,
 }
 SCAN = {"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.time_step_rank": 32, "ssm.inner_size": 128}
+LOW_RANKS = {
+    "wkv.head_size": 64,
+    "attention.decay_lora_rank": 32,
+    "attention.iclr_lora_rank": 48,
+    "attention.value_residual_mix_lora_rank": 16,
+}
 LAYER_NORMS = Parts(layer_norms="biases")
 BIASED = LAYER_NORMS.but(biases="all")
 UNGATED = BIASED.but(feed_forward="ungated")  # as GPT-2 has it
@@ -143,6 +149,8 @@ ARCHITECTURES: dict[str, Parts] = {
         layers=True,
         streams=True,
     ),
+    "rwkv7": LAYER_NORMS.but(LOW_RANKS | {"attention.gate_lora_rank": 64}, mixing=True, embedding_norm=True),
+    "arwkv7": Parts(mixing=True, keys=LOW_RANKS | {"token_shift_count": 1}),
     "granite": GRANITE,
     "granitemoe": GRANITE.but({"expert_count": 8, "expert_used_count": 2}, experts=8),
     "minicpm": Parts(keys={"embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 4.0}),

@@ -153,7 +153,7 @@ def write(
         else:
             writer.add_feed_forward_length(widths if parts.layers or parts.lone else ffn * (1 + parts.halved))
     heads_of = [0 if kind == "F" else heads for kind in kinds] if parts.partial else heads
-    writer.add_head_count(0 if parts.lone == "M" else heads_of)
+    writer.add_head_count(0 if parts.lone == "M" or parts.mixing else heads_of)
     writer.add_rope_freq_base(ROPE_BASE)
     add_eps = writer.add_layer_norm_eps if parts.layer_norms else writer.add_layer_norm_rms_eps
     add_eps(EPSILON)

@@ -12,6 +12,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from tests.generated_connections import add_connections, add_indexer, add_last_connection
+from tests.generated_mixing import add_channel_mix, add_time_mix
 from tests.generated_parts import Parts
 
 STREAMS, LOW_RANK = 4, 64  # as llama.cpp has them
@@ -159,6 +160,9 @@ class Tensors:
             self.mamba(prefix)
         if kind == "A" or (parts.lone and kind != "E"):
             return  # has no feed-forward layer
+        if parts.mixing and parts.layer_norms:
+            add_channel_mix(self, prefix, self.shape.widths[layer])
+            return
         if not parts.connections:
             self.norms_of_feed_forward(prefix)
         if parts.scaled:
@@ -175,7 +179,9 @@ class Tensors:
     def operator(self, layer: int, prefix: str) -> None:
         """What comes before the feed-forward layer, if anything does."""
         parts, kind, is_even = self.parts, self.shape.kinds[layer], layer % 2 == 0
-        if parts.lone:
+        if parts.mixing:
+            add_time_mix(self, layer, prefix)
+        elif parts.lone:
             if kind == "M":
                 (self.scan if parts.scan else self.mamba)(prefix)
             elif kind == "*":

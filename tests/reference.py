@@ -21,7 +21,7 @@ from engine.description.architectures import read_spec
 from engine.description.attention import Attention, LatentAttention
 from engine.description.feed_forward import MIN_PROBABILITY, Dense, Experts, LayerEmbedding, SideBySide
 from engine.description.hyper_connections import HashedEmbedding, HyperConnection, Mixing
-from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, SelectiveScan, ShortConv
+from engine.description.recurrent import Recurrent
 from engine.description.spec import ModelSpec
 from engine.description.sublayers import Operator, Vector, Weight
 from engine.formats.gguf import GGUF
@@ -199,7 +199,7 @@ class Reference(AttentionReference, ConnectedReference, RecurrentReference):
                 return self._attend_latent(part, h)
             case Attention():
                 return self._attend(part, h, caches)
-            case DeltaNet() | KeyedDeltaNet() | Mamba() | SelectiveScan() | ShortConv():
+            case Recurrent():
                 return self._recurrent(part, h)
             case Dense():
                 return self._dense(part, h)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, SelectiveScan, ShortConv
+from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, Recurrent, SelectiveScan, ShortConv
 from engine.description.sublayers import Vector, Weight
+from engine.description.time_mixing import ChannelMix, TimeMix
 from tests.reference_functions import sigmoid
 from tests.reference_weights import Floats, ReferenceWeights
 
@@ -13,10 +14,12 @@ from tests.reference_weights import Floats, ReferenceWeights
 class RecurrentReference(ReferenceWeights):
     """Each as its class's docstring has it: of the normed stream h (n, dim), what is added to the stream."""
 
-    def _recurrent(
-        self, part: DeltaNet | KeyedDeltaNet | Mamba | SelectiveScan | ShortConv, h: Floats
-    ) -> Floats:
+    def _recurrent(self, part: Recurrent, h: Floats) -> Floats:
         match part:
+            case TimeMix():
+                return self._time_mix(part, h)
+            case ChannelMix():
+                return self._channel_mix(part, h)
             case DeltaNet():
                 return self._delta(part, h)
             case KeyedDeltaNet():
@@ -27,6 +30,7 @@ class RecurrentReference(ReferenceWeights):
                 return self._scan(part, h)
             case ShortConv():
                 return self._short_conv(part, h)
+        raise NotImplementedError(part)
 
     def _convolved(self, x: Floats, conv: Vector) -> Floats:
         """x (n, channels) with the last tokens' x of each channel: a tap for each."""
@@ -133,3 +137,51 @@ class RecurrentReference(ReferenceWeights):
     def _short_conv(self, part: ShortConv, h: Floats) -> Floats:
         b, c, v = np.split(self._product(h, part.inputs), 3, -1)
         return self._product(c * self._convolved(b * v, part.conv), part.out)
+
+    def _time_mix(self, part: TimeMix, h: Floats) -> Floats:
+        n, shape = len(h), (len(h), part.heads, part.size)
+        apart = np.concatenate([np.zeros_like(h[:1]), h[:-1]]) - h
+        x_r, x_w, x_k, x_v, x_a, *x_g = h + self._vector(part.lerp).reshape(-1, 1, h.shape[-1]) * apart
+
+        def of_both(weights: tuple[Weight, Weight], x: Floats, bias: Vector | None) -> Floats:
+            return self._product(self._product(x, weights[0]), weights[1], bias)
+
+        r, k, v = (
+            self._product(x, weight)
+            for x, weight in ((x_r, part.receptance), (x_k, part.key), (x_v, part.value))
+        )
+        low = np.tanh(self._product(x_w, part.decay[0]))
+        decay = np.exp(
+            np.float32(-(np.e**-0.5)) * sigmoid(self._product(low, part.decay[1], part.decay_bias))
+        )
+        rate = sigmoid(of_both(part.rate, x_a, part.rate_bias))
+        if part.mix:
+            v = v + (self._first_values - v) * sigmoid(of_both(part.mix, x_v, part.mix_bias))
+        else:
+            self._first_values = v
+        removed = (k * self._vector(part.removed)).reshape(shape)
+        removed = removed / np.linalg.norm(removed, axis=-1, keepdims=True)
+        k = k * (1 + (rate - 1) * self._vector(part.replaced))
+        bonus = (r * k * self._vector(part.bonus)).reshape(shape).sum(-1, keepdims=True)
+        r, k, v, decay, rate = (x.reshape(shape) for x in (r, k, v, decay, rate))
+        y = np.empty(shape, np.float32)
+        for head in range(part.heads):
+            state = np.zeros((part.size, part.size), np.float32)
+            for t in range(n):
+                taken = np.outer(rate[t, head] * removed[t, head], state.T @ removed[t, head])
+                state = decay[t, head][:, None] * state - taken + np.outer(k[t, head], v[t, head])
+                y[t, head] = state.T @ r[t, head]
+        if part.norm and part.norm_bias:
+            y = y - y.mean(-1, keepdims=True)
+            y = y / np.sqrt((y * y).mean(-1, keepdims=True) + np.float32(part.NORM_EPS))
+            weight, bias = (self._vector(of).reshape(shape[1:]) for of in (part.norm, part.norm_bias))
+            y = y * weight + bias
+        y = (y + bonus * v).reshape(n, -1)
+        if part.gate:
+            y = y * self._product(sigmoid(self._product(x_g[0], part.gate[0])), part.gate[1])
+        return self._product(y, part.out)
+
+    def _channel_mix(self, part: ChannelMix, h: Floats) -> Floats:
+        earlier = np.concatenate([np.zeros_like(h[:1]), h[:-1]])
+        read = h + (earlier - h) * self._vector(part.lerp)
+        return self._product(np.maximum(self._product(read, part.up), 0) ** 2, part.down)

@@ -38,6 +38,12 @@ from engine.description.text_encoder import (
     read_normed_after,
     read_projections,
 )
+from engine.description.time_mixing import (
+    has_channel_mixing,
+    has_time_mixing,
+    read_mixing_layer,
+    read_time_mix,
+)
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged, printable
 
@@ -243,6 +249,9 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
                 self, i, self.dim, attend, dense, self.layer_embedding_of(i, prefix)
             )
             return
+        if has_channel_mixing(self, prefix):
+            yield from read_mixing_layer(self, i, self.dim)
+            return
         if has_connections(self):
             operators = self.mixing_of(i, prefix), self.feed_forward(i, prefix)
             yield from read_connected_layer(self, i, self.dim, operators, self.hashed)
@@ -307,6 +316,8 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
 
     def mixing_of(self, i: int, prefix: str) -> Operator:
         """What layer i mixes tokens with."""
+        if has_time_mixing(self, prefix):
+            return read_time_mix(self, i, self.dim)
         return self.recurrent(prefix) if self.is_recurrent(i) else self.attend(i, prefix)
 
     def centred_layer(self, i: int, prefix: str) -> Iterator[Sublayer]:

@@ -295,6 +295,8 @@ ARCHITECTURES: Mapping[str, Family] = {
     "bailingmoe3": Family(
         interleaved=True, recurrent="keyed delta net", renormalised=False, scoring="sigmoid"
     ),
+    "rwkv7": Family(layer_norms=True),
+    "arwkv7": Family(),
     "lfm2": Family(recurrent="short conv", full_attention_every=_NO_LAYER),
     "lfm2moe": Family(recurrent="short conv", full_attention_every=_NO_LAYER, scoring="sigmoid"),
     "bailingmoe": Family(interleaved=True, renormalised=False),

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from engine.description.altup import has_streams
 from engine.description.checked_file import CheckedFile
+from engine.description.hyper_connections import has_connections
 from engine.description.spec import Sublayer
 from engine.description.sublayers import Vector
+from engine.errors import ModelFileError
 from engine.formats.gguf import damaged
 
 _MOST = 512  # layers that run: LLAMA_MAX_LAYERS in src/llama-hparams.h
@@ -25,6 +28,11 @@ def looped(
     if times == 1:
         yield from layers
         return
+    if has_connections(file) or has_streams(file):
+        raise ModelFileError(
+            f"{file.name} runs its layers {times} times over several residual streams, which orin-chat does not do.",
+            "Choose another model.",
+        )
     once = [list(layer) for layer in layers]
     if len(once) * times > _MOST:
         raise damaged(file.file.path, f"its layers run {times} times")

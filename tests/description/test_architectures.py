@@ -52,12 +52,15 @@ def read(path, tensors=None, **metadata) -> ModelSpec:
         return read_spec(file)
 
 
+NOT_READ = r"rope_f|blk\.0\.time_mix_v\d"  # in the metadata's stead, or not at all
+
+
 @pytest.mark.parametrize("architecture", generated_families.ARCHITECTURES)
 def test_all_that_a_file_holds_is_described_once(path_of, architecture):
     spec = read(path_of(architecture))
     assert spec.architecture in ARCHITECTURES
     with GGUF(path_of(architecture)) as file:
-        held = {name: info for name, info in file.tensors.items() if not name.startswith("rope_f")}
+        held = {name: info for name, info in file.tensors.items() if not re.match(NOT_READ, name)}
     if spec.reads_all_to:  # what would choose tokens above that is left out
         held = {name: info for name, info in held.items() if ".indexer." not in name}
     matrices = {
@@ -66,7 +69,10 @@ def test_all_that_a_file_holds_is_described_once(path_of, architecture):
         if (
             len(info.shape) > 1
             and name.endswith(".weight")
-            and not re.search(r"(conv|conv1d(_[qkv])?|ssm_norm|_coef|attn_[qk]_norm)\.weight$", name)
+            and not re.search(
+                r"(conv|conv1d(_[qkv])?|ssm_norm|_coef|attn_[qk]_norm|lerp_fused)\.weight$",
+                name,
+            )
         )
         or name.endswith("gate_inp_shexp.weight")
     }
@@ -142,6 +148,18 @@ def test_layers_that_run_several_times(path_of):
     assert plain.sublayers == 2 * once.sublayers
     with pytest.raises(ModelFileError, match="its layers run 1000 times"):
         read(path_of("nanbeige"), nanbeige__num_loops=1000)
+    with pytest.raises(ModelFileError, match="its layers 2 times over several residual streams"):
+        read(path_of("qwen4exp"), qwen4exp__num_loops=2)
+
+
+def test_time_mixing_without_a_gate(path_of):
+    spec, gated = read(path_of("arwkv7")), read(path_of("rwkv7"))
+    first, second = (s.operator for s in spec.sublayers[:3:2])
+    assert not (first.gate or first.norm or first.mix) and second.mix
+    assert gated.sublayers[0].operator.gate and gated.sublayers[1].operator.words == "channel mixing"
+    assert not spec.attention and first.state_bytes == 4 * (DIM * 64 + DIM)
+    with pytest.raises(ModelFileError, match="has heads of 48 elements"):
+        read(path_of("rwkv7"), rwkv7__wkv__head_size=48)
 
 
 def test_limits_of_experts(path_of):

@@ -298,10 +298,10 @@ def test_a_tokenizer_that_is_not_known_is_refused_before_the_weights_load(monkey
     monkeypatch.setattr("engine.backends.install", lambda device: None)
     monkeypatch.setattr("engine.model.text_model.TextModel", lambda *_: pytest.fail("it loads"))
     monkeypatch.setattr(candidate_trial, "restart", candidate_trial.restart)
-    write(tmp_path / "model.gguf", "rwkv", [("a", NORMAL)])
-    with pytest.raises(ModelFileError, match='has a tokenizer of the kind "rwkv"'):
+    write(tmp_path / "model.gguf", "ugly", [("a", NORMAL)])
+    with pytest.raises(ModelFileError, match='has a tokenizer of the kind "ugly"'):
         _load_text_model(EngineOptions(model_path=str(tmp_path / "model.gguf")), lambda event: None)
-    write(tmp_path / "model.gguf", "rwkv", [("a", NORMAL)], architecture="dream")
+    write(tmp_path / "model.gguf", "ugly", [("a", NORMAL)], architecture="dream")
     with pytest.raises(ModelFileError, match="makes all tokens of a reply at once"):
         _load_text_model(EngineOptions(model_path=str(tmp_path / "model.gguf")), lambda event: None)
 

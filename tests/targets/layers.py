@@ -80,6 +80,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "granitehybrid F32": {"architecture": "granitehybrid", "quant": "F32"},
     "jamba F32": {"architecture": "jamba", "quant": "F32"},
     "mamba F32": {"architecture": "mamba", "quant": "F32", "layers": 1},
+    "rwkv7 F32": {"architecture": "rwkv7", "quant": "F32", "tied": False, "dim": 128},
+    "arwkv7 F32": {"architecture": "arwkv7", "quant": "F32", "tied": False, "dim": 128},
     "kimi-linear F32": {"architecture": "kimi-linear", "quant": "F32"},
     "bailingmoe3 F32": {"architecture": "bailingmoe3", "quant": "F32"},
     "lfm2 F32": {"architecture": "lfm2", "quant": "F32"},
@@ -108,6 +110,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gpt-oss F32": {"architecture": "gpt-oss", "quant": "F32", "keys": {"expert_used_count": [2, 3]}},
 }
+AS_GRAPHS = "rwkv7 F32", "arwkv7 F32", "qwen4exp F32, 8 of 16 rotated", "mimo2 F32"
+"""Those for which CPUs have no kernels."""
 CONTEXT = 256
 
 TIE = 1e-4  # experts whose log-probabilities differ by less may be taken for one another

@@ -10,7 +10,7 @@ from engine.targets.cpu.kernels.thread_pool import default_pool
 from engine.targets.cpu.memory import memory_of
 from engine.targets.cpu.model import CPUModel
 from engine.targets.cpu.weights import CPUWeights, Matrix
-from tests.targets.layers import CONTEXT, MODELS, hold, opened, written
+from tests.targets.layers import AS_GRAPHS, CONTEXT, MODELS, hold, opened, written
 from tests.targets.sublayers import cpu_step
 from tests.thorough import THOROUGH, rarely
 
@@ -43,7 +43,7 @@ def watched(monkeypatch) -> list[Matrix]:
 @pytest.mark.parametrize(
     ("name", "rewind"),
     [
-        *((name, 0) if name in COMMON else rarely(name, 0) for name in MODELS),
+        *((name, 0) if name in COMMON else rarely(name, 0) for name in MODELS if name not in AS_GRAPHS),
         rarely(WINDOWED, REWIND),
     ],
 )

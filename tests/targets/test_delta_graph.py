@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tinygrad import Tensor
 
-from engine.targets.graph.delta_net import delta_rule, keyed_delta_rule
+from engine.targets.graph.delta_net import delta_rule, general_delta_rule, keyed_delta_rule
 from tests.thorough import rarely
 
 HEADS, SIZE = 3, 32
@@ -51,4 +51,25 @@ def test_decays_of_keys():
     wanted = one_by_one(q, k, v, log_decay, beta, state)
     got = keyed_delta_rule(*map(Tensor, (q, k, v, log_decay, beta[..., None], state)))
     for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(one.numpy(), other, atol=2e-5 * np.abs(other).max())
+
+
+@pytest.mark.usefixtures("plain_graphs")
+def test_what_is_taken_off_need_not_be_what_is_added():
+    """The last token fills the step: it leaves the state as it is."""
+    rng, n = np.random.default_rng(0), 16
+    q, k, v, a, b = (rng.standard_normal((HEADS, n, SIZE)).astype(np.float32) for _ in range(5))
+    a /= np.linalg.norm(a, axis=-1, keepdims=True)
+    b = a * rng.uniform(0, 1, a.shape).astype(np.float32)
+    log_decay = -(rng.uniform(0, 0.6, a.shape)).astype(np.float32)
+    for of in k, b, log_decay:
+        of[:, -1] = 0
+    state = rng.standard_normal((HEADS, SIZE, SIZE)).astype(np.float32)
+    got = general_delta_rule(*map(Tensor, (q, k, v, log_decay, a, b, state)))
+    left, y = state.astype(np.float64), np.empty(v.shape)
+    for t in range(n):
+        taken = b[:, t, :, None] * np.einsum("hkv,hk->hv", left, a[:, t])[:, None]
+        left = np.exp(log_decay[:, t])[..., None] * left - taken + k[:, t, :, None] * v[:, t, None]
+        y[:, t] = np.einsum("hkv,hk->hv", left, q[:, t])
+    for one, other in zip(got, (y, left), strict=True):
         np.testing.assert_allclose(one.numpy(), other, atol=2e-5 * np.abs(other).max())

@@ -35,6 +35,7 @@ class FileTemplates:
             return source if source.strip() else ""
 
         chat = "" if isinstance(file.metadata.get(_KEY), StringArray) else file.get(_KEY, str, "")
+        chat = "" if chat == "rwkv-world" else chat  # the name of one that is in llama.cpp
         if not chat.strip():  # the first one with a name
             keys = (key for key in file.metadata if key.startswith(f"{_KEY}."))
             names = (key.removeprefix(f"{_KEY}.") for key in keys)

@@ -1,6 +1,6 @@
 """Words to tokens, with the merges of a model file: byte-level BPE, SentencePiece, Gemma 4's BPE, or without merges
-WordPiece and unigrams. The library `tokenizers` merges. To build its object takes most of the time that a tokenizer
-takes to be made."""
+WordPiece, unigrams and the longest tokens (`longest`). The library `tokenizers` merges. To build its object takes most
+of the time that a tokenizer takes to be made."""
 
 import contextlib
 import os
@@ -14,7 +14,8 @@ from tokenizers import Tokenizer as Merger
 
 from engine.formats.gguf import GGUF, damaged
 from engine.formats.string_array import StringArray
-from engine.formats.tokens.vocabulary import BYTE, SPACE, UNKNOWN, Vocabulary
+from engine.formats.tokens.longest import LongestTokens
+from engine.formats.tokens.vocabulary import BYTE, NORMAL, SPACE, UNKNOWN, Vocabulary
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else the library has threads of its own
 
@@ -45,6 +46,11 @@ class Merges:
         self.warning = ""
         self._spelled: dict[int, list[int]] = {}  # ids after the vocabulary: see `_in_bytes`
         self._vocabulary = vocabulary
+        self._longest: LongestTokens | None = None
+        if vocabulary.longest:
+            known = (id for id, kind in enumerate(vocabulary.types) if kind == NORMAL)
+            self._longest = LongestTokens({vocabulary.piece(id): id for id in known})
+            return
         texts = [*vocabulary.tokens]
         numbers = reversed(range(len(texts)))
         ids = dict(zip(reversed(texts), numbers, strict=True))  # if two are equal, the first counts
@@ -63,6 +69,8 @@ class Merges:
 
     def __call__(self, words: Sequence[str]) -> list[list[int]]:
         """Other threads run meanwhile: the library lets them only if it is given a batch. Raises ModelFileError."""
+        if self._longest:
+            return self._longest(words)
         with _reading(self._path):
             found = self.merger.encode_batch_fast([*words], add_special_tokens=False)
         merged = [each.ids for each in found]

@@ -155,7 +155,7 @@ class Tokenizer(Vocabulary):
         known = {text: len(ids) for text in texts if (ids := self._remembered.get(text)) is not None}
         spelled = [self._codes(text) for text in texts if text and text not in known]
         least = sum(known.get(text, 0) for text in texts)
-        if spelled and not self.normalizes:
+        if spelled and not self.reads_plain:
             starts = np.cumsum([0, *(len(codes) for codes, _ in spelled)])[:-1]
             amounts = _amounts(np.concatenate([codes for codes, _ in spelled]), spelled[0][1], starts)
             least += int((-(-amounts // self._most_in_a_token)).max(axis=1).sum())
@@ -201,7 +201,7 @@ class Tokenizer(Vocabulary):
             if i % 2:
                 pieces.append(self._text_tokens[piece])
             elif piece:
-                is_as_it_is = self.writes_spaces or self.normalizes
+                is_as_it_is = self.writes_spaces or self.reads_plain
                 pieces.append(piece if is_as_it_is else piece.replace(" ", SPACE))
         return pieces
 

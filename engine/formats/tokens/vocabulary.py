@@ -13,6 +13,7 @@ from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged, printable
 from engine.formats.string_array import StringArray
 from engine.formats.thinking import MARK_TOKENS
+from engine.formats.tokens.longest import unescaped
 from engine.formats.tokens.pretokenizers import DEFAULT, GEMMA4, LINES, PRETOKENIZERS, UNSAID
 from engine.formats.tools.forms import CALL_TOKENS
 
@@ -50,6 +51,7 @@ _KINDS = {
     "gemma4": "the BPE of Gemma 4",
     "bert": "WordPiece",
     "t5": "unigrams",
+    "rwkv": "RWKV's longest tokens",
 }
 
 
@@ -80,9 +82,10 @@ class Vocabulary:
     `bos_id` and `eos_id` are None if the file has none. `eos_ids` are all tokens that end a reply; `add_bos` and
     `add_eos` say which tokens the model expects around a text. `special_tokens` maps names to ids, and `types` are
     those of tokenizer.ggml.token_type. `writes_spaces`: whether tokens have spaces and bytes as GPT-2 writes them;
-    else `SPACE` stands for a space, and <0xNN> for a byte. `joins_words`: whether merges go across words. `warning`
-    is a sentence about anything unexpected in the file, or "". Raises ModelFileError if the file has no vocabulary,
-    or one of an unknown kind.
+    else `SPACE` stands for a space, and <0xNN> for a byte. `reads_plain`: whether texts are read as they are, spaces
+    included. `longest`: whether a token is the longest one that fits, spelled as `engine.formats.tokens.longest` says.
+    `joins_words`: whether merges go across words. `warning` is a sentence about anything unexpected in the file, or "".
+    Raises ModelFileError if the file has no vocabulary, or one of an unknown kind.
     """
 
     def __init__(self, gguf: GGUF) -> None:
@@ -93,7 +96,8 @@ class Vocabulary:
         self.wordpiece, self.unigrams = (kind == name for name in ("bert", "t5"))
         pre = gguf.get("tokenizer.ggml.pre", str, "")
         self.joins_words = kind == "gemma4" or (kind == "gpt2" and pre in LINES)
-        self.normalizes = self.wordpiece or self.unigrams
+        self.longest = kind == "rwkv"
+        self.reads_plain = self.wordpiece or self.unigrams or self.longest
         self.writes_spaces = kind == "gpt2" and not self.joins_words
         self.tokens = gguf.get("tokenizer.ggml.tokens", StringArray).head(_embedded(gguf))
         if not len(self.tokens):
@@ -135,6 +139,8 @@ class Vocabulary:
         """Whether a token with the text of a special one is an ordinary token, made by merges: "</s>" in Qwen."""
         if self.sentencepiece or self.types[id] in (UNKNOWN, CONTROL, USER_DEFINED):
             return False
+        if self.longest:
+            return True
         merges = gguf.get("tokenizer.ggml.merges", StringArray)
         return any(merges.has(f"{text[:cut]} {text[cut:]}") for cut in range(1, len(text)))
 
@@ -168,7 +174,7 @@ class Vocabulary:
         """`pre`: its name in the file, "" if that has none."""
         pre = pre or next((name for text, name in UNSAID.items() if self.tokens.has(text)), "")
         self.pretokenizer = LINES.get(pre, GEMMA4) if self.joins_words else PRETOKENIZERS.get(pre, DEFAULT)
-        if not (self.joins_words or self.sentencepiece or self.normalizes) and pre not in PRETOKENIZERS:
+        if not (self.joins_words or self.sentencepiece or self.reads_plain) and pre not in PRETOKENIZERS:
             named = f'an unknown pre-tokenizer, "{printable(pre)}"' if pre else "no pre-tokenizer"
             self.warning = f"The model file names {named}; answers may be worse than the model can give."
 
@@ -201,6 +207,8 @@ class Vocabulary:
             return bytes([int(raw[3:5], 16)])
         if kind in (UNKNOWN, CONTROL) or (kind == USER_DEFINED and self.writes_spaces):
             return raw
+        if self.longest:
+            return unescaped(raw) if kind == NORMAL else raw
         if not self.writes_spaces:
             return raw.replace(SPACE.encode(), b" ")
         try:

@@ -111,6 +111,34 @@ def keyed_delta_rule(
     return y.contiguous(), (kept + (k * left).contiguous().transpose(1, 2) @ d).contiguous()
 
 
+def general_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, a: Tensor, b: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `keyed_delta_rule`, of tokens that compute S = decays S - b (S^T a)^T + k v^T and y = S^T q (RWKV 7). What is
+    taken off a state for token t is b_t u_t^T: u_t = S^T a_t, of the S before its decay. All but the `state` are
+    (heads, n, size). A token whose k, b and `log_decay` are 0 leaves the state as it is."""
+    n: int = q.shape[1]
+    sums = (Tensor.ones(n, n).tril() @ log_decay).contiguous()
+    is_before = Tensor.ones(n, n).tril().reshape(1, n, n, 1) > 0
+    apart = is_before.where(sums.unsqueeze(2) - sums.unsqueeze(1), -math.inf).exp()  # (heads, t, s, size)
+    q, k, v, b, a = (x.contiguous() for x in (q, k, v, b, a * (-log_decay).exp()))
+
+    def products(x: Tensor, of: Tensor) -> Tensor:
+        """Of x_t and those of the tokens so far: (heads, t, s)."""
+        return (apart * x.unsqueeze(2) * of.unsqueeze(1)).sum(-1).contiguous()
+
+    decay = sums.exp()
+    of_state = ((a * decay).cat(q * decay, dim=1).contiguous() @ state).contiguous()
+    u = of_state[:, :n]
+    if n > 1:
+        u = _inverse(products(a, b)) @ (u + products(a, k).tril(-1).contiguous() @ v).contiguous()
+    y = of_state[:, n:] + products(q, k) @ v - products(q, b) @ u.contiguous()
+    left = (sums[:, -1:] - sums).exp()
+    added, taken = ((x * left).contiguous().transpose(1, 2) for x in (k, b))
+    kept = decay[:, -1:].transpose(1, 2) * state
+    return y.contiguous(), (kept + added @ v - taken @ u.contiguous()).contiguous()
+
+
 def _inverse(overlaps: Tensor) -> Tensor:
     """The inverses of I + what is below the diagonal of `overlaps` (heads, n, n), whose n is a power of 2."""
     n: int = overlaps.shape[1]

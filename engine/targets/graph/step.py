@@ -18,6 +18,7 @@ from engine.description.feed_forward import Dense, Experts, LayerEmbedding, Side
 from engine.description.hyper_connections import HashedEmbedding, HyperConnection, Mixing
 from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, SelectiveScan, ShortConv
 from engine.description.sublayers import Operator, Vector, Weight
+from engine.description.time_mixing import ChannelMix, TimeMix
 from engine.formats.kv_format import KVFormat
 from engine.kernels.device_memory import free_cached_memory
 from engine.kernels.quantized_matrix import QuantizedMatrix
@@ -34,9 +35,12 @@ from engine.targets.graph.parts import Run, centred, load_matrix, normed
 from engine.targets.graph.recurrent import RecurrentLayers
 from engine.targets.graph.states import States
 from engine.targets.graph.streams import StreamLayers
+from engine.targets.graph.time_mixing import MixingLayers
 
 
-class Transformer(RecurrentLayers, FeedForwardLayers, StreamLayers, ConnectedLayers, ChosenTokens):
+class Transformer(
+    RecurrentLayers, FeedForwardLayers, StreamLayers, ConnectedLayers, ChosenTokens, MixingLayers
+):
     """A model's weights and KV cache, and its forward pass over tokens that continue those in the cache. The cache has
     `blocks` of BLOCK places for tokens: for each attention (2, kv_heads, places, head_dim), zeros, in float16, or in
     float32 if the weights are. In the format q8_0 it is int8, and the scales of a head's blocks, as bytes, follow its
@@ -402,5 +406,7 @@ _SUBLAYERS: dict[type[Operator], Callable[[Transformer, Any, Tensor, Run], Tenso
     HyperConnection: Transformer._connected,
     Mixing: Transformer._mixed_at_last,
     HashedEmbedding: Transformer._hashed_embedding,
+    TimeMix: Transformer._time_mix,
+    ChannelMix: Transformer._channel_mix,
 }
 """What computes each kind of sublayer: of x (n, dim), normed if the sublayer has a norm, (n, dim)."""

@@ -149,7 +149,7 @@ def test_the_list_tells_what_each_model_is(run, hub, home):
     mine = write(home / "mine.gguf", context=256)
     (home / "broken.gguf").write_bytes(b"GGUF")
     other = write(home / "other.gguf", context=256)
-    other.write_bytes(other.read_bytes().replace(b"gpt2", b"rwkv", 1))
+    other.write_bytes(other.read_bytes().replace(b"gpt2", b"ugly", 1))
     speed_history.record_use(other)
     speed_history.record_use(home / "broken.gguf")
     (home / ".config/orin-chat").mkdir(parents=True)
@@ -172,7 +172,7 @@ def test_the_list_tells_what_each_model_is(run, hub, home):
     assert "  Q8_0  " in row and "  2,048  " in row and "  just now  " in row and "  123.5 tok/s  " in row
     assert "~/hf/hub/models--user--model-GGUF/snapshots/" in row
     assert "  256  " in next(line for line in lines if line.startswith("work "))
-    assert any('other.gguf has a tokenizer of the kind "rwkv"' in line for line in lines)
+    assert any('other.gguf has a tokenizer of the kind "ugly"' in line for line in lines)
     assert any("broken.gguf cannot be used: broken.gguf is truncated" in line for line in lines)
 
 
@@ -335,7 +335,7 @@ def test_show_says_why_there_is_no_ceiling(run, home):
 
 def test_show_says_nothing_of_the_speed_of_a_file_that_cannot_be_used(run, home):
     path = write(home / "other.gguf")
-    path.write_bytes(path.read_bytes().replace(b"gpt2", b"rwkv", 1))
+    path.write_bytes(path.read_bytes().replace(b"gpt2", b"ugly", 1))
     out = run("show", path)[1]
     assert "cannot be used" in out and "tensors in" in out
     assert not any(words in out for words in ("ceiling", "bandwidth", "a token reads", "last measured"))

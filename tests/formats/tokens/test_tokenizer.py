@@ -394,7 +394,7 @@ def test_files_without_a_usable_vocabulary(tmp_path):
         assert e.value.hint and str(e.value).isprintable()
 
     letters = [(c, NORMAL) for c in "abc"]
-    refused(write(tmp_path / "a", "rwkv", letters), 'a tokenizer of the kind "rwkv"')
+    refused(write(tmp_path / "a", "ugly", letters), 'a tokenizer of the kind "ugly"')
     refused(write(tmp_path / "b", "gpt2", letters, pre="gpt-2"), "tokenizer.ggml.merges")
     short = write(tmp_path / "c", "llama", letters, scores=[0.0])
     refused(short, "tokenizer.ggml.scores has 1 entries for 3 tokens", early=False)
