@@ -23,10 +23,8 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Never
 
 from msgspec.structs import replace
@@ -38,7 +36,6 @@ from engine.errors import DeviceHangsError, OrinError, PreemptedError, print_wit
 from engine.measure.timeline import timeline
 from engine.protocol.client_turns import PromptMakers
 from engine.protocol.events import (
-    Cancel,
     EngineOptions,
     Event,
     Failed,
@@ -48,15 +45,14 @@ from engine.protocol.events import (
     Measure,
     Profile,
     Request,
-    Shutdown,
     Token,
     Tune,
     Tuned,
-    command_decoder,
 )
+from engine.protocol.inbox import Begun, Inbox
 from engine.protocol.outbox import Outbox, die
 from engine.protocol.served_model import Model, Report
-from engine.protocol.transport import Deframer, frame, read_all
+from engine.protocol.transport import read_all
 from engine.system.child_process import end_children
 from engine.system.heap import keep_small
 
@@ -111,7 +107,7 @@ class _Server:
         self._restarting = threading.Lock()
         self._restarts, commands_fd = map(int, os.environ.pop(_RESTARTED, "0 -1").split())
         self._outbox = Outbox(sock)
-        self._inbox = _Inbox(sock, read_all(commands_fd))
+        self._inbox = Inbox(sock, read_all(commands_fd))
 
     def restart(self) -> Never:
         self._restarting.acquire()  # never released: other threads that want a restart wait for this one
@@ -158,9 +154,9 @@ class _Server:
             model.scheduler.step()
         self._outbox.close()
 
-    def _take(self, model: Model, command: Request | _Begun) -> None:
+    def _take(self, model: Model, command: Request | Begun) -> None:
         """Begins with a request, or lets it wait until others are answered."""
-        if isinstance(command, _Begun):
+        if isinstance(command, Begun):
             self._beginning -= 1
             self._add(model, command)
         elif isinstance(command, Generate):
@@ -202,7 +198,7 @@ class _Server:
         that takes long, with True."""
         is_cancelled = self._inbox.known(request.request_id).stop.is_set
         begun = yield from self._begun(model, request, is_cancelled)
-        self._inbox.put(_Begun(request.request_id, begun))
+        self._inbox.put(Begun(request.request_id, begun))
 
     def _begun(
         self, model: Model, request: Generate, is_cancelled: Callable[[], bool]
@@ -221,7 +217,7 @@ class _Server:
             return error
         return None
 
-    def _add(self, model: Model, begun: _Begun) -> None:
+    def _add(self, model: Model, begun: Begun) -> None:
         def end(result: Finished | Exception) -> None:
             if isinstance(result, Finished):
                 self._end(replace(result, load_ms=self._load_ms), begun.request_id)
@@ -312,99 +308,6 @@ class _Server:
         """Sends the last event of a request."""
         self._inbox.forget(request_id)
         self._outbox.put(event)
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """A request that can be answered now, or why it cannot; None if it was cancelled before."""
-
-    request_id: int
-    answer: Answer | Exception | None
-
-
-@dataclass
-class _Known:
-    """A request that has not ended: how long it is, what is set when it is cancelled, and when it came
-    (`time.perf_counter`)."""
-
-    n_bytes: int
-    stop: threading.Event = field(default_factory=threading.Event)
-    came_s: float = field(default_factory=time.perf_counter)
-
-
-class _Inbox:
-    """Reads commands in a thread of its own. `interruptible` says that the main thread asks whether to stop. Before,
-    while it loads, `Shutdown` ends the process at once."""
-
-    def __init__(self, sock: socket.socket, earlier: bytes = b"") -> None:
-        """`earlier` holds the frames that an earlier process read from the socket."""
-        self.interruptible = False
-        self._sock, self._earlier = sock, earlier
-        self._deframer = Deframer()
-        self._payloads: list[bytes] = []  # of all commands, while the model loads
-        self._reading = threading.Lock()
-        self._queue: SimpleQueue[Load | Request | _Begun | None] = SimpleQueue()
-        self._first: list[Load | Request | _Begun | None] = []  # what was waited for, before those
-        self._known: dict[int, _Known] = {}
-        threading.Thread(target=self._read, name="commands", daemon=True).start()
-
-    def get(self) -> Load | Request | _Begun | None:
-        """The next command; None after `Shutdown`."""
-        return self._first.pop() if self._first else self._queue.get()
-
-    def put(self, begun: _Begun) -> None:
-        """Gives the main thread a request that can be answered now."""
-        self._queue.put(begun)
-
-    def has_request(self) -> bool:
-        return bool(self._first) or not self._queue.empty()
-
-    def wait_for_request(self, seconds: float) -> None:
-        """Returns when there is a request, or after so many seconds."""
-        if not self._first:
-            with contextlib.suppress(Empty):
-                self._first.append(self._queue.get(timeout=seconds))
-
-    def known(self, request_id: int) -> _Known:
-        return self._known[request_id]
-
-    def forget(self, request_id: int) -> None:
-        self._known.pop(request_id, None)
-
-    def close(self) -> bytes:
-        """Stops reading from the socket, and returns all frames so far."""
-        self._reading.acquire()
-        return b"".join(map(frame, self._payloads)) + self._deframer.incomplete
-
-    def _read(self) -> None:
-        try:
-            data = self._earlier
-            while data or self._sock.recv(1, socket.MSG_PEEK):
-                with self._reading:
-                    for payload in self._deframer.feed(data or self._sock.recv(1 << 16)):
-                        if not self.interruptible:
-                            self._payloads.append(payload)
-                        self._take(payload)
-                data = b""
-        except Exception as error:  # the client sent something that is not a command
-            print_without_messages(error)
-        die()
-
-    def _take(self, payload: bytes) -> None:
-        command = command_decoder.decode(payload)
-        if isinstance(command, Cancel):
-            if known := self._known.get(command.request_id):
-                known.stop.set()
-        elif isinstance(command, Shutdown):
-            if not self.interruptible:
-                die()
-            for known in list(self._known.values()):
-                known.stop.set()
-            self._queue.put(None)
-        else:
-            if isinstance(command, Generate | Tune):
-                self._known[command.request_id] = _Known(len(payload))
-            self._queue.put(command)
 
 
 def _cancelled(request_id: int) -> Finished:

@@ -18,7 +18,6 @@ What the disk has of a long prompt is read into the KV cache (`prefix_keeper`), 
 
 from __future__ import annotations
 
-import collections
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ContextFullError
 from engine.protocol.events import TOKEN_GAP, Finished, Slots, Speculate
-from engine.protocol.fairness import Held, Turns, order_of
+from engine.protocol.fairness import Held
 from engine.runtime.answer import Answer, Late
 from engine.runtime.checkpoints import Checkpoints
 from engine.runtime.embedding import Embedding, read_streams
@@ -44,6 +43,7 @@ from engine.runtime.prefix_keeper import PrefixKeeper
 from engine.runtime.prefix_store import PrefixStore
 from engine.runtime.sampling import Logits
 from engine.runtime.speculation import AnyDrafter, Check, Speculation
+from engine.runtime.waiting import Waiting
 
 REPORT_S = 0.25
 PATIENCE = 4
@@ -75,9 +75,7 @@ class Scheduler:
         self._keeper = PrefixKeeper(runner, self.blocks, store, self._states) if store else None
         self._pictures = PictureEmbeddings(encoder)
         self._slots: list[Job | None] = [None] * runner.parallel
-        self._waiting: dict[str, collections.deque[Job]] = {}
-        self._turns = Turns()  # of the clients that have requests: when they got their last slots
-        self._count = itertools.count(1)
+        self._waiting = Waiting()
         self._pace = Pace(token_gap)
         self._speculation = Speculation(runner, speculate, drafter)
         self._late: Late = []
@@ -100,17 +98,17 @@ class Scheduler:
         """Answers a request in later rounds. `end` gets `Finished`, or why it failed. `came_s`: when the request came
         (`time.perf_counter`), if not now."""
         came_s = time.perf_counter() if came_s is None else came_s
-        job = Job(answer, cancelled, end, next(self._count), came_s)
+        job = Job(answer, cancelled, end, self._waiting.number(), came_s)
         job.guesser = self._speculation.guesser(answer.request)
         if answer.reason:  # no token is wanted
             end(answer.finished())
         else:
-            self._waiting.setdefault(job.client, collections.deque()).append(job)
+            self._waiting.add(job)
 
     @property
     def busy(self) -> bool:
         """Whether a request is answered or waits."""
-        return any(self._slots) or bool(self._waiting)
+        return any(self._slots) or len(self._waiting) > 0
 
     def step(self) -> None:
         """A round. An error of the runner ends all requests that have a slot."""
@@ -221,40 +219,35 @@ class Scheduler:
             if job.cancelled():
                 job.answer.cancel()
                 self._leave(sequence).end(job.answer.finished())
-        for client, queue in list(self._waiting.items()):
-            for job in [job for job in queue if job.cancelled()]:
-                queue.remove(job)
-                job.answer.cancel()
-                job.end(job.answer.finished())
-            self._tidy(client)
+        for job in self._waiting.take_cancelled():
+            job.answer.cancel()
+            job.end(job.answer.finished())
+            self._waiting.tidy(job.client, self._clients())
 
     def _admit(self) -> None:
         """Gives free slots to those that wait. A client without a slot gets one of a client that has several. Who has
         to wait longer counts as coming later."""
         self._give_slots()
-        for job in itertools.chain(*self._waiting.values()):
+        for job in self._waiting:
             job.came_s = time.perf_counter()
 
     def _give_slots(self) -> None:
         while self._waiting:
-            held = Held(job.client for _, job in self._live())
-            client = min(self._waiting, key=lambda name: order_of(held[name], self._turns[name]))
-            job = self._waiting[client][0]
+            held = Held(self._clients())
+            job = self._waiting.first(held)
             if None not in self._slots:
-                if (rival := held.rival(client)) is None:
+                if (rival := held.rival(job.client)) is None:
                     return
                 self._pause(max((j.number, i) for i, j in self._live() if j.client == rival)[1])
             if any(self._slots) and not self.blocks.has_room(len(job.answer.tokens)):
                 return
-            self._waiting[client].popleft()
+            self._waiting.take(job)
             sequence = self._slots.index(None)
             self._slots[sequence] = job
             job.to_read = len(job.stored) - self.blocks.known(sequence, job.stored)
             job.due = self._n_read + PATIENCE * job.to_read
             if self._states:
                 self._states.load([], 0, sequence)
-            self._turns.served(client, next(self._count))
-            self._tidy(client)
 
     def _leave(self, sequence: int, is_whole: bool = True) -> Job:
         """Takes the job out of a slot. `is_whole`: the steps of its sequence have not failed."""
@@ -271,7 +264,7 @@ class Scheduler:
             self._keeper.note(self._last, job.answer.messages_end)
         self.blocks.drop(sequence)
         self._slots[sequence] = None
-        self._tidy(job.client)
+        self._waiting.tidy(job.client, self._clients())
         return job
 
     def _pause(self, sequence: int, is_whole: bool = True) -> None:
@@ -279,14 +272,11 @@ class Scheduler:
         `_leave`."""
         job = self._leave(sequence, is_whole)
         job.has_begun, job.was_paused = False, True
-        self._waiting.setdefault(job.client, collections.deque()).appendleft(job)
+        self._waiting.put_back(job)
 
-    def _tidy(self, client: str) -> None:
-        """Forgets a client that has no requests."""
-        if not self._waiting.get(client):
-            self._waiting.pop(client, None)
-            if all(job.client != client for _, job in self._live()):
-                self._turns.forget(client)
+    def _clients(self) -> list[str]:
+        """Those that have slots, each as often as it has one."""
+        return [job.client for _, job in self._live()]
 
     def _reserve(self, sequence: int, n: int) -> bool:
         """Makes room for n more tokens; the latest requests give theirs up. False if this was one of them."""
@@ -490,7 +480,7 @@ class Scheduler:
         (rows, prompt_tokens, room), length = self._step if self.busy else (0, 0, 0), self.blocks.length
         return Slots(
             slots=tuple(job.answer.slot(length(i)) if job else None for i, job in enumerate(self._slots)),
-            waiting=sum(map(len, self._waiting.values())),
+            waiting=len(self._waiting),
             blocks=self.blocks.counts(),
             checkpoints=self._states.counts() if self._states else (0, 0),
             rows=rows,

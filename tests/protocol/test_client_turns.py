@@ -14,6 +14,7 @@ from engine.errors import UsageError
 from engine.protocol import client_turns, fairness, worker
 from engine.protocol.client_turns import ClientTurns, PromptMakers
 from engine.protocol.events import Chat, Generate, Grammar, Message, Picture, TokenIds
+from engine.protocol.inbox import Begun, Known
 
 
 def request(client, number, connection=0):
@@ -123,13 +124,13 @@ def test_small_pictures_do_not_wait_for_a_large_one():
 
 
 def test_the_prompt_of_a_cancelled_request_is_not_made():
-    known, begun = worker._Known(5), SimpleQueue()
+    known, begun = Known(5), SimpleQueue()
     known.stop.set()
     inbox = SimpleNamespace(known=lambda id: known, put=begun.put)
     server, model = SimpleNamespace(_inbox=inbox), SimpleNamespace(read_pictures=lambda request: iter([1]))
     server._begun = partial(worker._Server._begun, server)
     assert not [*worker._Server._begin(server, model, request("one", 1))]
-    assert begun.get(timeout=30) == worker._Begun(1, None)
+    assert begun.get(timeout=30) == Begun(1, None)
 
 
 def test_a_prompt_that_is_refused_is_not_kept():
