@@ -1,7 +1,14 @@
-"""When a conversation is written to the history: soon after it has grown, and again after a failure."""
+"""Writes conversations to the history: soon after they have grown, and again after a failure."""
+
+from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from typing import Protocol
+
+from app.chat.conversation import Conversation
+from app.chat.history import History
+from app.chat.status import StatusObserver
+from app.chat.view import View
 
 SAVE_S = 0.1
 """A reply is in the history so soon after it has grown."""
@@ -9,14 +16,39 @@ RETRY_S = 3.0
 """A full disk may have room so soon after a failure. Another program's lock stops everything for 2 s each time."""
 
 
+class Shown(Protocol):
+    """A session, of which the conversation that is open is saved under the name of the model that answers."""
+
+    conversation: Conversation
+    status: StatusObserver
+
+
 class Saver:
-    def __init__(self, write: Callable[[], bool]) -> None:
-        """`write` writes what the history lacks, and tells whether it could."""
-        self._write = write
+    """Saves the conversation that is open, and those that were left before the disk had room for them."""
+
+    def __init__(self, history: History, view: View, session: Shown) -> None:
+        """`view` hears of a failure, and when it is over."""
+        self._history, self._view, self._session = history, view, session
+        self._left: list[Conversation] = []
         self._timer: asyncio.TimerHandle | None = None
 
+    def unsaved(self, chat_id: int | None) -> Conversation | None:
+        """The conversation of a past chat that was left with text that the history lacks."""
+        return next((chat for chat in self._left if chat_id is not None and chat.chat_id == chat_id), None)
+
+    def leave(self, conversation: Conversation, opened: Conversation) -> None:
+        """Keeps a conversation that is left if the history lacks some of it. `opened` takes its place."""
+        left = [*self._left, conversation] if conversation.problem else self._left
+        self._left = [chat for chat in left if chat is not opened]
+
     def now(self) -> None:
-        if not self._write():
+        model, problem = self._session.status.snapshot().ready.model.name, None
+        for chat in (*self._left, self._session.conversation):
+            chat.save(model)
+            problem = chat.problem or problem
+        self._left = [chat for chat in self._left if chat.problem]
+        self._view.problem_changed(self._history.problem or problem)
+        if problem is not None:
             self._later(RETRY_S)
 
     def soon(self) -> None:

@@ -85,8 +85,7 @@ class Session:
         self._is_starting = False
         self._ended = asyncio.Event()
         self._thinking_since: float | None = None
-        self._saver = Saver(self._write)
-        self._left: list[Conversation] = []  # chats that were left before the disk had room for them
+        self._saver = Saver(history, view, self)
 
     @property
     def is_answering(self) -> bool:
@@ -233,16 +232,13 @@ class Session:
             except TimeoutError:
                 self._request = self.reply = None
             self.take_back()
-        unsaved = (chat for chat in self._left if chat_id is not None and chat.chat_id == chat_id)
         try:
-            opened = next(unsaved, None) or Conversation(self.history, self.system, chat_id)
+            opened = self._saver.unsaved(chat_id) or Conversation(self.history, self.system, chat_id)
             is_shared = chat_id in self.history.open_elsewhere()
         except HistoryError as error:
             self.view.notice(str(error), warning=True)
             return
-        if self.conversation.problem:
-            self._left.append(self.conversation)
-        self._left = [chat for chat in self._left if chat is not opened]
+        self._saver.leave(self.conversation, opened)
         self.conversation = opened
         self.tools.permissions.new_chat()
         self.is_full = False
@@ -285,15 +281,6 @@ class Session:
     def save(self) -> None:
         """Writes the conversation to the history. The view hears of a failure, and it is tried again."""
         self._saver.now()
-
-    def _write(self) -> bool:
-        model, problem = self.status.snapshot().ready.model.name, None
-        for chat in (*self._left, self.conversation):
-            chat.save(model)
-            problem = chat.problem or problem
-        self._left = [chat for chat in self._left if chat.problem]
-        self.view.problem_changed(self.history.problem or problem)
-        return problem is None
 
     # --- the engine -------------------------------------------------------------------------------------
 

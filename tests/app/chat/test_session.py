@@ -118,7 +118,8 @@ async def test_a_chat_that_is_left_while_the_disk_is_full_is_saved_too(begin, mo
 async def test_a_save_that_is_late_comes_before_more_text(monkeypatch):
     saves = []
     monkeypatch.setattr(saver, "SAVE_S", 0.0)
-    late = saver.Saver(lambda: not saves.append(len(shown)))
+    late = saver.Saver(None, None, None)
+    monkeypatch.setattr(late, "now", lambda: saves.append(len(shown)))
     for n in range(3):  # the loop does nothing else meanwhile
         shown = "text" * n
         late.soon()
