@@ -14,19 +14,18 @@ from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
-from tinygrad import Device, UOp, dtypes
+from tinygrad import Device, UOp
 
 from engine.errors import ModelFileError
 from engine.fixes import launch_bounds
 from engine.formats.kv_format import KVFormat
 from engine.kernels.compilation import MakeLinears, begin_once, compile_once, processes_compile, was_compiled
-from engine.kernels.device_memory import device_zeros, overwrite
+from engine.kernels.device_memory import overwrite
 from engine.kernels.functions import described
 from engine.loading.weights import Weights
 from engine.measure.profile import Replay
 from engine.measure.timeline import timeline
 from engine.protocol.events import Step
-from engine.runtime.kv_blocks import KVGroup
 from engine.runtime.model_runner import Ahead, SearchRequest, Slot, varied_tokens
 from engine.runtime.pictures import PictureRoom
 from engine.runtime.prefix_store import export_layout
@@ -35,6 +34,7 @@ from engine.targets.buffer_uses import BufferUses
 from engine.targets.not_finite import not_finite
 from engine.targets.nvidia.assistant import NvidiaAssistant
 from engine.targets.nvidia.batch import ROW_COUNTS, BatchKernels, check_rows
+from engine.targets.nvidia.block_tables import BlockTables
 from engine.targets.nvidia.calibration import calibrate
 from engine.targets.nvidia.decode import DecodeKernels
 from engine.targets.nvidia.device_sampler import Choice, DeviceSampler
@@ -42,7 +42,6 @@ from engine.targets.nvidia.draft_head import NvidiaDraftHead
 from engine.targets.nvidia.export import CacheExport
 from engine.targets.nvidia.filling import piece_specs
 from engine.targets.nvidia.input_scales import InputScales
-from engine.targets.nvidia.kernels.attention.kv_cache import copy_block
 from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pieces import PIECE_ROWS
@@ -113,20 +112,13 @@ class NvidiaRunner:
             context_length,
             self._launch,
         )
-        by_window = {a.heads.window: a for a in model.storing}
-        self._windows = list(by_window)
-        self._tables = [a.tables for a in by_window.values()]
-        self._stale_tables: set[tuple[int, int]] = set()  # the groups and sequences of those to be sent
-        self._host_tables = [
-            np.full((parallel, a.heads.table_size), -1, np.int32) for a in by_window.values()
-        ]
-        self.kv_groups = tuple(KVGroup(w or None, a.heads.pool) for w, a in by_window.items())
-        self._copied = device_zeros(2, dtypes.int32)
+        self._tables = BlockTables(model.storing, parallel)
+        self.kv_groups = self._tables.groups
         self._states = states = DeviceStates(model.recurrent, parallel)
         self.state_slots, self.state_bytes = states.state_slots, states.state_bytes
         self.state_position, self.save_state = states.state_position, states.save_state
         self.export_state, self.import_state = states.export_state, states.import_state
-        self._cache_export = CacheExport(model.storing, self._windows)
+        self._cache_export = CacheExport(model.storing, self._tables.windows)
         self.export_blocks, self.import_blocks = (
             self._cache_export.export_blocks,
             self._cache_export.import_blocks,
@@ -175,7 +167,7 @@ class NvidiaRunner:
         sequences += [self._prefill.step(size) for size in self._first_sizes]
         if self.parallel > 1:
             sequences += [steps.choice_kernels(n, _ALL) for n in self._counts]
-        sequences += [*map(self._copy_sequence, self._windows), *self._states.kernels()]
+        sequences += [*self._tables.kernels(), *self._states.kernels()]
         # The first that compilers get: weights wait for it.
         begin_repacking(piece_specs(self._model.matrices))
         return [s.linear for s in sequences]
@@ -239,24 +231,11 @@ class NvidiaRunner:
     def assign(self, sequence: int, tables: Sequence[Sequence[int]]) -> None:
         if not any(tables):
             self._steps.end(sequence)
-        for group, (host, table) in enumerate(zip(self._host_tables, tables, strict=True)):
-            row = np.full(host.shape[1], -1, np.int32)
-            row[: len(table)] = table
-            if not np.array_equal(row, host[sequence]):
-                host[sequence] = row
-                self._stale_tables.add((group, sequence))
+        self._tables.assign(sequence, tables)
 
     def copy_block(self, group: int, source: int, target: int) -> None:
-        overwrite(self._copied, np.asarray([source, target], np.int32))
-        self._launch(("copy", group, 0), lambda: self._copy_sequence(self._windows[group]))
-
-    def _copy_sequence(self, window: int) -> KernelSequence:
-        """Copies a block in all layers of a window."""
-        sequence = KernelSequence()
-        for a in self._model.storing:
-            if a.heads.window == window:
-                sequence.add(copy_block(a.heads), cache=a.cache, blocks=self._copied)
-        return sequence
+        self._tables.choose_copy(source, target)
+        self._launch(("copy", group, 0), lambda: self._tables.copy_kernels(group))
 
     # ---- steps ----
 
@@ -377,7 +356,7 @@ class NvidiaRunner:
         return self._hidden
 
     def not_finite(self, slot: Slot) -> ModelFileError:
-        self._send_tables()
+        self._tables.send()
         return not_finite(self._model.spec, self._steps.outputs(slot))
 
     def logits(self, rows: Sequence[int] | None = None) -> Logits:
@@ -457,15 +436,9 @@ class NvidiaRunner:
         self._prepare_prefill(size)
         self._launch(("prefill", size), lambda: self._prefill.step(size))
 
-    def _send_tables(self) -> None:
-        for group, of in self._stale_tables:
-            table: NDArray[np.int32] = self._host_tables[group][of]
-            overwrite(self._tables[group], table, of * table.size)
-        self._stale_tables.clear()
-
     def _launch(self, key: Key, sequence: Callable[[], KernelSequence]) -> None:
         """Launches the captured graph of a sequence, which is captured when it is first used."""
-        self._send_tables()
+        self._tables.send()
         self._capture(key, sequence)()
 
     def _capture(self, key: Key, sequence: Callable[[], KernelSequence]) -> Callable[[], None]:
@@ -489,7 +462,7 @@ class NvidiaRunner:
         """The steps in which schedules are searched. Ends what the runner has launched."""
         self._steps.finish()
         self._steps.end(0)
-        self._send_tables()
+        self._tables.send()
         step = lambda: self._steps.kernels(1, self._steps.limits(1)[0])
         vocab = self._model.spec.vocab
         trials = StepTrials(self._send_token, self._one.logits, self.search_tokens, vocab)

@@ -265,7 +265,7 @@ def hold(**shape: Any) -> None:
     states = [*(d.memory for d in model.recurrent), *runner._states.checkpoints]
     assert need.states_bytes == sum(t.nbytes() for t in states)
     KVBlocks(runner).reserve(0, len(TOKENS))
-    runner._send_tables()
+    runner._tables.send()
     stream = runner._one.h
     calls = runner._steps.kernels(1, runner._steps.limits(1)[0]).compile().src
     found = [i + 1 for i, call in enumerate(calls) if call.src[1] is stream.uop.base]
