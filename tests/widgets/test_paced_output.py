@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 
 from textual.app import ComposeResult
 from textual.events import Key
@@ -57,6 +58,36 @@ async def test_a_frame_waits_until_the_terminal_has_drawn_the_one_before():
         assert len(written) == 2, "what has not changed is not written"
 
 
+async def test_what_a_key_changes_does_not_wait_for_a_frame_on_its_way():
+    """Over a line of 300 ms, it would come after 600."""
+    async with paced() as (app, written, show):
+        for text in ("one", "two"):
+            await show(text)
+            app._thread_has_written()
+            assert len(written) == 1
+        app.post_message(Key("x", "x"))
+        await show("six")
+        assert len(written) == 2 and "six" in written[1]
+        app._thread_has_written()
+        app.post_message(Key("y", "y"))
+        await show("ten")
+        assert len(written) == 2, "no more than two are on their way"
+        app.post_message(Key(TerminalKey.ANSWER, None))
+        await until(lambda: len(written) == 3)
+
+
+async def test_a_long_line_is_not_thin():
+    async with paced() as (app, _, show):
+        await show("one")
+        app._thread_has_written()
+        for n_bytes, ago_s in ((10, 0.5), (paced_output.THIN_BYTES, 0.6), (paced_output.THIN_BYTES, 0.9)):
+            assert not app.is_line_thin
+            app._asked.clear()
+            app._asked.append((time.monotonic() - ago_s, n_bytes))
+            await app.on_event(Key(TerminalKey.ANSWER, None))
+        assert app.is_line_thin and app.is_line_slow
+
+
 async def test_a_terminal_that_does_not_answer_is_paced_by_what_is_written(monkeypatch):
     monkeypatch.setattr(paced_output, "PATIENCE_S", 0.05)
     async with paced() as (app, written, show):
@@ -91,7 +122,7 @@ async def test_only_rows_that_have_changed_are_drawn_and_once():
         await show("one")
         app._thread_has_written()
         app.post_message(Key(TerminalKey.ANSWER, None))
-        await until(lambda: not app._asked_at)
+        await until(lambda: not app._asked)
         render_lines = text.render_lines
         text.render_lines = lambda crop: drawn.extend(crop.line_range) or render_lines(crop)  # type: ignore[method-assign, func-returns-value]
         text.refresh(Region(0, 1, 20, 1), Region(0, 2, 20, 1))

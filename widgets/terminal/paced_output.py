@@ -10,6 +10,7 @@ import contextvars
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -37,6 +38,8 @@ SLOW_S, STAYS_SLOW_S = 0.08, 10.0
 """A line on which a frame takes longer than SLOW_S is slow, and is taken to be so for STAYS_SLOW_S."""
 THIN_S, THIN_BYTES = 0.3, 4096
 """It is thin if a frame of so many bytes takes longer than THIN_S. On a busy machine, small frames take long, too."""
+_ROUND_TRIPS = 32
+"""Of so many frames, the quickest tells how long the line is."""
 PATIENCE_S = 3.0
 """A terminal that has not answered its first question by then answers none; an answer later than this is lost."""
 
@@ -81,7 +84,9 @@ class PacedOutput(App[None]):
         self.pictures = TerminalPictures()
         self._rows = ScreenRows()
         self._dirty: set[int] = set()  # rows that may have changed
-        self._asked_at = 0.0  # when the terminal was asked; 0: it has answered
+        self._asked = deque[tuple[float, int]]()  # when the terminal was asked after a frame of so many bytes
+        self._round_trips_s = deque[float](maxlen=_ROUND_TRIPS)  # until it had answered
+        self._is_typed = False  # a key was pressed, and nothing written since
         self._answers: bool | None = None  # None: not known yet
         self._is_waiting = False  # for an answer, with a timer
         self._slow_until = self._thin_until = 0.0
@@ -134,11 +139,11 @@ class PacedOutput(App[None]):
 
     def _forget(self) -> None:
         self._rows.forget()
-        self._asked_at = 0.0
+        self._asked.clear()
         self._is_writing.clear()
 
     def _thread_has_written(self, took_s: float = 0.0) -> None:
-        self._frame_took(took_s)
+        self._frame_took(took_s, self._frame_bytes)
         if self._is_writing.is_set():
             self._is_writing.clear()
             if self._events is not None and not self._events.is_closed():
@@ -157,13 +162,14 @@ class PacedOutput(App[None]):
     def _has_drained(self) -> bool:
         if self._is_writing.is_set():
             return False
-        if not self._asked_at:
+        if not self._asked:
             return True
-        if time.monotonic() - self._asked_at < PATIENCE_S:
-            return False
-        self._answers = bool(self._answers)
-        self._asked_at = 0.0
-        return True
+        if time.monotonic() - self._asked[0][0] >= PATIENCE_S:
+            self._answers = bool(self._answers)
+            self._asked.clear()
+            return True
+        # What a key changes goes after a frame that is on its way: over a long line it would wait for both ways of it.
+        return self._is_typed and len(self._asked) == 1 and not self.is_line_thin
 
     def write_pictures(self) -> None:
         """Writes what `pictures` have for the terminal, when it is ready for it."""
@@ -176,7 +182,7 @@ class PacedOutput(App[None]):
         if not (self._dirty or has_pictures) or not self._running or self._closed or self._driver is None:
             return
         if not self._has_drained:
-            if self._asked_at and not self._is_waiting:
+            if self._asked and not self._is_waiting:
                 self._is_waiting = True
                 self.set_timer(PATIENCE_S, self._stop_waiting)
             return
@@ -196,15 +202,17 @@ class PacedOutput(App[None]):
         frame = pictures + frame
         if self._answers is not False:
             frame += QUESTION
-            self._asked_at = time.monotonic()
+            self._asked.append((time.monotonic(), len(frame)))
         self._is_writing.set()
+        self._is_typed = False
         self._frame_bytes = len(frame)
         self._driver.write(frame)
 
-    def _frame_took(self, took_s: float) -> None:
+    def _frame_took(self, took_s: float, n_bytes: int, round_trip_s: float = 0.0) -> None:
+        """`round_trip_s` is what the way takes there and back, however few bytes go."""
         if took_s > SLOW_S:
             self._slow_until = time.monotonic() + STAYS_SLOW_S
-        if took_s > THIN_S and self._frame_bytes >= THIN_BYTES:
+        if took_s - round_trip_s > THIN_S and n_bytes >= THIN_BYTES:
             self._thin_until = time.monotonic() + STAYS_SLOW_S
 
     def _stop_waiting(self) -> None:
@@ -213,9 +221,11 @@ class PacedOutput(App[None]):
 
     async def on_event(self, event: Event) -> None:
         if isinstance(event, Key) and event.key == TerminalKey.ANSWER:
-            if self._asked_at:
-                self._frame_took(time.monotonic() - self._asked_at)
-            self._answers, self._asked_at = True, 0.0
+            if self._asked:
+                asked_at, n_bytes = self._asked.popleft()
+                self._round_trips_s.append(took_s := time.monotonic() - asked_at)
+                self._frame_took(took_s, n_bytes, min(self._round_trips_s))
+            self._answers = True
             self._write_frame()
             return
         if isinstance(event, Key) and event.key == TerminalKey.ANSWERED:
@@ -223,6 +233,8 @@ class PacedOutput(App[None]):
                 self._dirty.update(range(self.size.height))
             self.write_pictures()
             return
+        if isinstance(event, Key):
+            self._is_typed = True
         if isinstance(event, Resize):
             self._forget()
         await super().on_event(event)
