@@ -21,6 +21,13 @@ from engine.protocol.conversation import Role as Role
 from engine.protocol.conversation import TokenIds as TokenIds
 from engine.protocol.conversation import ToolCall as ToolCall
 from engine.protocol.conversation import plain as plain
+from engine.protocol.measurement import KernelProfile as KernelProfile
+from engine.protocol.measurement import KernelRole as KernelRole
+from engine.protocol.measurement import KernelTime as KernelTime
+from engine.protocol.measurement import Measure as Measure
+from engine.protocol.measurement import Measured as Measured
+from engine.protocol.measurement import Profile as Profile
+from engine.protocol.measurement import Step as Step
 from engine.protocol.search import Search as Search
 from engine.protocol.search import Tune as Tune
 from engine.protocol.search import Tuned as Tuned
@@ -30,15 +37,10 @@ Effort = Literal["low", "medium", "high"]
 KernelPath = Literal["auto", "fused", "graph"]
 ContextLength = Annotated[int, msgspec.Meta(ge=2, le=2**31 - 1)] | Literal["max"] | None
 """Tokens. "max": as many as the model was trained for and memory has room for. None: the model's own, up to 8192."""
-Step = Literal["decode", "prefill"]
 Speculate = Literal["auto", "off", "lookup", "heads", "draft"]
 Pooling = Literal["mean", "cls", "last", "rank"]
 """What an embedding is made of: the mean over all tokens, the first or the last of them; or the classes of a model that
 ranks documents, by the last one."""
-KernelRole = Literal[
-    "embedding", "QKV projection", "attention", "delta net", "attention output", "FFN gate+up", "FFN down", "router",
-    "experts gate+up", "experts down", "output head", "norm", "element-wise", "sampling", "copy",
-]  # fmt: skip
 MESSAGE_CHARS = 500  # of a failure's message, and of its hint
 TOKEN_GAP = 2.0  # how many times as long a step may take that reads prompts, unless said otherwise
 MIN_TOKENS = 32  # the prefill rate of fewer new tokens is not shown, and no speed of fewer is recorded
@@ -150,19 +152,6 @@ class Generate(_Record, frozen=True, kw_only=True):
     forced: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
     pooling: Pooling | None = None
-
-
-class Measure(_Record, frozen=True, kw_only=True):
-    """Measure what the figures of answers are compared with (see `Measured`). Waits for earlier requests."""
-
-    request_id: int
-
-
-class Profile(_Record, frozen=True, kw_only=True):
-    """Time each kernel of a step by itself. Waits for earlier requests; a later one stops it."""
-
-    request_id: int
-    step: Step = "decode"
 
 
 class Cancel(_Record, frozen=True, kw_only=True):
@@ -394,45 +383,6 @@ class Slots(_Record, frozen=True, kw_only=True):
     rows: int = 0
     prompt_tokens: int = 0
     room: int = 0
-
-
-class Measured(_Record, frozen=True, kw_only=True):
-    """The answer to `Measure`. `copy_gbps` is the bandwidth of a copy in the device's memory, bytes read plus bytes
-    written, in 10^9 bytes a second (on a CPU, of reading alone: see `engine.measure.bandwidth`). `kernels_per_token`
-    counts the launches of a decode step. `device_bytes` is the device memory that the engine holds."""
-
-    request_id: int
-    copy_gbps: float
-    kernels_per_token: int
-    device_bytes: int
-
-
-class KernelTime(_Record, frozen=True, kw_only=True):
-    """All kernels of a step with the same name and role. `total_us` is the time of all `calls`, by the device's clock
-    if it has one; `bytes` is what they must read and write. `source` is the source code, `options` are tinygrad's
-    optimizations of the loops (both may be empty)."""
-
-    name: str
-    role: KernelRole
-    calls: int
-    total_us: float
-    bytes: int
-    source: str = ""
-    options: tuple[str, ...] = ()
-
-
-class KernelProfile(_Record, frozen=True, kw_only=True):
-    """The answer to `Profile`: a step of `tokens` tokens (1 in decode) at `position`, kernel by kernel. `wall_us` is
-    the time of the whole step as it runs in an answer, gaps between launches included. All times are medians of
-    `rounds`."""
-
-    request_id: int
-    step: Step
-    position: int
-    tokens: int
-    kernels: tuple[KernelTime, ...]
-    wall_us: float
-    rounds: int
 
 
 class Counter(_Record, frozen=True, kw_only=True):
