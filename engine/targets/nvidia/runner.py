@@ -143,8 +143,6 @@ class NvidiaRunner:
             schedules = {product.stack.name: product.schedule for product in self._model.products}
             makes = self._linears, self._repacking_linears
             compiled = begin_once((*self._set_up, is_early, *schedules.items()), *makes)
-        if processes_compile():
-            calibrate()
         filling = self._model.begin_fill(weights)
         with timeline.span("waiting for kernels"):
             compiled()
@@ -173,6 +171,8 @@ class NvidiaRunner:
         return [s.linear for s in sequences]
 
     def _repacking_linears(self) -> list[UOp]:
+        if processes_compile():  # else this would not wait for them
+            calibrate()
         return [*map(repacking_kernels, piece_specs(self._model.matrices))]
 
     def _capture_while(self, filling: Future[None]) -> None:
