@@ -30,6 +30,8 @@ MAX_KERNELS = 40
 def board_text(
     report: doctor.Report, board: Board, runs: Sequence[BoardRun], kernel_log: Sequence[str]
 ) -> str:
+    """The file's text: what `runs` of a plan have measured, with the doctor's findings and the lines of `kernel_log`
+    that are about the GPU. Names and folders of the user are taken out."""
     parts = [f"# orin-chat board\n\norin-chat {report.orin_chat}, {report.at}", *_findings(report)]
     done = [run for run in runs if run.results()]
     parts += ["## Speeds", *(part for run in done for part in _speeds(board, run))]

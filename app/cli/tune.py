@@ -89,6 +89,7 @@ class _Display:
         self._task = self.progress.add_task("", total=None, left="")
 
     def show(self, event: Event) -> None:
+        """Shows an event of the engine: the search on a line that changes, all else on lines that stay."""
         match event:
             case Warming(search=Search() as search):
                 self._searches[search.what] = search

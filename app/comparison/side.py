@@ -81,6 +81,7 @@ class Side:
         return f"{self.name}: {self._state}{count}"
 
     def observe(self, event: Event) -> None:
+        """Takes an event of the engine."""
         self._is_busy = not isinstance(event, Ready | Finished | Failed)
         match event:
             case Ready():

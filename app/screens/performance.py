@@ -74,6 +74,7 @@ class PerformanceObserver:
         self._experts: ExpertWindow | None = None
 
     def observe(self, event: Event) -> None:
+        """Takes an event of the engine."""
         match event:
             case Token():
                 self._token(event)

@@ -80,6 +80,7 @@ class Activity:
     # --- what happens -----------------------------------------------------------------------------------
 
     def observe(self, event: Event) -> None:
+        """Takes an event of the engine."""
         match event:
             case Ready():
                 self._ready, self.failed = event, None

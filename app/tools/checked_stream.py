@@ -60,6 +60,7 @@ class CheckedStream:
 
     @contextlib.asynccontextmanager
     async def streams(self) -> AsyncIterator[tuple[Any, Any]]:
+        """What comes from the server, checked, and what goes to it, while the connection is open."""
         async with self._transport as (received, outgoing):
             to_session, checked = anyio.create_memory_object_stream[Received](0)
 

@@ -102,6 +102,7 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
     # --- the model -------------------------------------------------------------------------------------
 
     def spec(self) -> ModelSpec:
+        """The description of the model. Raises ValueError, too, for scales that nothing can be computed with."""
         family, vocab = self.family, self.file.tensors["token_embd.weight"].shape[0]
         embedding = self.weight("token_embd", vocab, self.dim)
         # The stream is kept divided by granite's multiplier of what layers add to it: only norms read it, and a norm of

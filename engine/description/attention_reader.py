@@ -48,6 +48,7 @@ class AttentionReader(HeadReader):
         return any(self.window(i) for i in range(self.layers))
 
     def attend(self, i: int, prefix: str) -> Attention:
+        """The attention of layer i, the names of whose tensors begin with `prefix`."""
         if is_latent(self, prefix):
             return read_latent_attention(self, i, prefix)
         window = self.window(i)

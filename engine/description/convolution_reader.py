@@ -56,6 +56,7 @@ class _Net:
         self._reader, self.side, self.channels = reader, side, 3
 
     def blocks(self, stage: int) -> Iterator[ImageBlock]:
+        """The blocks of a stage, as many as the file has."""
         for i in range(_MOST_BLOCKS):
             prefix, before = f"v.blk.{stage}.{i}.", (self.side, self.channels)
             stride = 1 if i else 2

@@ -42,6 +42,8 @@ class FeedForwardReader(HeadReader):
         return float(number)
 
     def beside(self, i: int, prefix: str) -> SideBySide:
+        """The feed-forward layer and the mixture of experts that layer i has side by side (Gemma 4)."""
+
         def norm(name: str) -> Vector:
             return self.required(f"{prefix}{name}.weight", self.dim)
 

@@ -44,6 +44,8 @@ class PictureReader(CheckedFile):
     merge: int
 
     def colours(self, key: str) -> tuple[float, float, float]:
+        """Three numbers of the metadata, for red, green and blue of 0 to 1: "image_mean", what is taken off, or
+        "image_std", what that is divided by. Raises ModelFileError."""
         values = self.file.metadata.get(self.key(key))
         if not isinstance(values, np.ndarray) or values.shape != (3,) or values.dtype.kind not in "iuf":
             raise damaged(self.file.path, f"{self.key(key)} is not a number for each of three colours")
@@ -69,6 +71,7 @@ class PictureReader(CheckedFile):
         return self.kind in ("mlp", "granite4_vision") and self.key(_CHOICES) in self.file.metadata
 
     def size_rule(self) -> SizeRule:
+        """To which size a picture, or a tile of it, is brought. Raises ModelFileError."""
         align = self.patch * self.merge
         tokens = _AREA_TOKENS.get(self.kind)
         if self.kind == "kimik25" and self.key("image_max_pixels") not in self.file.metadata:

@@ -62,6 +62,8 @@ class PlaceReader(ProjectorReader, PictureReader):
                 yield Weight(name, self.dim, 3 * self.patch**2, self.check(name, (self.dim, *shape)))
 
     def positions(self) -> Positions | None:
+        """The table of places that is added to patches, and how it is read for another number of them; None without
+        one. Raises ModelFileError."""
         name = "v.position_embd.weight"
         if self.kind in _WITHOUT_PLACES:
             return None

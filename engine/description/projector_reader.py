@@ -57,6 +57,7 @@ class ProjectorReader(CheckedFile):
     is_merged: bool
 
     def norm(self, name: str, size: int = 0) -> Norm:
+        """A norm of `size` elements (`dim` unless said). One with a bias takes the mean off."""
         centred = self.has(f"{name}.bias")
         weight = self.required(f"{name}.weight", size or self.dim)
         return Norm(self.eps, weight, self.vector(f"{name}.bias", size or self.dim), centred)
@@ -64,6 +65,9 @@ class ProjectorReader(CheckedFile):
     def linear(
         self, name: str, rows: int, cols: int, first: int = 0, of: int = 0, order: HeadOrder | None = None
     ) -> Linear:
+        """The matrix `name`, (rows, cols), with its bias, and the limits of what it reads and gives (Gemma 4) if the
+        file has them. `first`, `of` and `order`: as in `Weight`. Raises ModelFileError."""
+
         def limits(end: str) -> Limits | None:
             names = [f"{name}.{end}_{side}" for side in ("min", "max")]
             if not any(map(self.has, names)):
@@ -93,6 +97,7 @@ class ProjectorReader(CheckedFile):
 
     @property
     def activation(self) -> Activation:
+        """The activation of the encoder's feed-forward layers. Raises ModelFileError."""
         if self.file.get("clip.use_silu", bool, False):
             return "silu"
         if self.kind == "mlp" and not self.has("v.class_embd"):  # SigLIP's, which its files do not say

@@ -55,6 +55,7 @@ class RecurrentReader(HeadReader):
                 return self.scan(prefix)
 
     def scan(self, prefix: str) -> SelectiveScan:
+        """A Mamba layer of the first kind."""
         width, rank, size, taps = (
             *(self.size(f"ssm.{key}") for key in ("inner_size", "time_step_rank", "state_size")),
             self.taps("ssm.conv_kernel"),
@@ -85,6 +86,7 @@ class RecurrentReader(HeadReader):
         )  # fmt: skip
 
     def mamba(self, prefix: str) -> Mamba:
+        """A Mamba 2 layer. Raises ModelFileError for a shape that the engine does not run."""
         heads, groups = self.size("ssm.time_step_rank"), self.size("ssm.group_count")
         size, taps, width = (
             self.size("ssm.state_size"),

@@ -264,6 +264,8 @@ def _no_gaps_line(profile: KernelProfile, width: int) -> Line:
 
 
 def row(profile: KernelProfile, kernel: KernelTime, copy_gbps: float | None, width: int) -> Line:
+    """The row of a kernel, in columns that fit into `width` cells. `copy_gbps`: the device's bandwidth, if it is
+    known."""
     role_width, name_width, has_bar, has_roof = _columns(width)
     share, bandwidth = kernel.total_us / step_us(profile), gbps(kernel)
     role = longest_fitting((kernel.role, *_SHORT_ROLES.get(kernel.role, ())), role_width - 1)

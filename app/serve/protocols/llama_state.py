@@ -14,6 +14,7 @@ from app.serve.service import Service
 
 
 def props(service: Service) -> Json:
+    """What llama-server tells of itself and its model (GET /props)."""
     file, can = service.file, capabilities(service)
     return {
         "default_generation_settings": {"n_ctx": _context(service), "params": defaults(service.sampling)},

@@ -130,6 +130,7 @@ class GPUModel:
 
     @property
     def products(self) -> list[Product]:
+        """The products of a decode step, of which schedules are searched, without those of a `trunk`."""
         heads = [self.head] if self.head is self.embedding else [self.embedding, self.head]
         if self.trunk:
             lent = list(map(id, self.trunk.heads.values()))
