@@ -12,7 +12,7 @@ from engine.model import open_runner
 from engine.model.coverage import lacks_kernels_because, runs_as_graph_because, target_of
 from engine.targets.cpu.handlers import HANDLERS
 from tests import generated_model
-from tests.targets.layers import opened
+from tests.opened import opened
 
 
 @pytest.fixture(autouse=True)

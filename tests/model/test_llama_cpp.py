@@ -6,12 +6,10 @@ import functools
 import numpy as np
 import pytest
 
-from engine.description.architectures import read_spec
-from engine.formats.gguf import GGUF
-from engine.loading.weights import Weights
 from engine.targets.cpu.runner import CPURunner
 from engine.targets.graph.runner import GraphRunner
 from tests import oracles
+from tests.opened import opened
 from tests.reference import Reference, divergence
 from tests.reference_functions import log_softmax
 from tests.targets.lone_sequence import LoneSequence
@@ -86,11 +84,6 @@ def agree(text, oracle, prompt):
         assert greedy == oracle("greedy", prompt).tolist()
 
 
-def weights(oracle):
-    file = GGUF(oracle.path)
-    return Weights(file, read_spec(file), lambda _: None)
-
-
 def test_the_reference_agrees(oracle):
     for prompt, logits in enumerate(oracle.reference):
         assert divergence(oracle("last_logits", prompt), logits[-1]) < 1e-3
@@ -103,12 +96,12 @@ def test_the_reference_agrees(oracle):
 def test_kernels_of_the_cpu_agree(oracle, monkeypatch):
     if oracle.name in IN_FULL_WIDTH:
         monkeypatch.setattr("engine.targets.cpu.runner.register_lanes", lambda: 16)
-    agree(LoneSequence(CPURunner(weights(oracle), 256)), oracle, prompt=1)
+    agree(LoneSequence(CPURunner(opened(oracle.path), 256)), oracle, prompt=1)
 
 
 @pytest.mark.parametrize("oracle", IN_TENSOR_GRAPHS, indirect=True)
 def test_tensor_graphs_agree(oracle):
-    agree(LoneSequence(GraphRunner(weights(oracle), 128)), oracle, prompt=0)
+    agree(LoneSequence(GraphRunner(opened(oracle.path), 128)), oracle, prompt=0)
 
 
 @pytest.fixture

@@ -5,9 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from engine.description.architectures import read_spec
-from engine.formats.gguf import GGUF
-from engine.loading.weights import Weights
 from tests import generated_model
 from tests.reference import Reference, wrong_by
 from tests.targets.sublayers import Step
@@ -129,11 +126,6 @@ STEPS = (
 
 def written(name: str, folder: Path, **shape: Any) -> Path:
     return generated_model.write(folder / "model.gguf", **MODELS[name] | shape)
-
-
-def opened(path: Path) -> Weights:
-    file = GGUF(path)
-    return Weights(file, read_spec(file), lambda _: None)
 
 
 def hold(path: Path, prefill: Step, decode: Step, max_chunk: int) -> None:

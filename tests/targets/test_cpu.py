@@ -10,7 +10,8 @@ from engine.targets.cpu.kernels.thread_pool import default_pool
 from engine.targets.cpu.memory import memory_of
 from engine.targets.cpu.model import CPUModel
 from engine.targets.cpu.weights import CPUWeights, Matrix
-from tests.targets.layers import AS_GRAPHS, CONTEXT, MODELS, hold, opened, written
+from tests.opened import opened
+from tests.targets.layers import AS_GRAPHS, CONTEXT, MODELS, hold, written
 from tests.targets.sublayers import cpu_step
 from tests.thorough import THOROUGH, rarely
 

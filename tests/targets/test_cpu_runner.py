@@ -20,8 +20,9 @@ from engine.targets.cpu.states import CPUStates
 from engine.targets.cpu.step import step_kernels
 from engine.targets.graph.runner import GraphRunner
 from tests import generated_model
+from tests.opened import opened
 from tests.reference import Reference, divergence
-from tests.targets.layers import CONTEXT, opened, written
+from tests.targets.layers import CONTEXT, written
 from tests.targets.lone_sequence import LoneSequence
 from tests.thorough import rarely, thorough
 

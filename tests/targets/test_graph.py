@@ -8,7 +8,8 @@ from engine.model.memory_need import memory_need
 from engine.runtime.checkpoints import checkpoint_slots
 from engine.runtime.kv_blocks import BLOCK
 from engine.targets.graph.inputs import StepInputs
-from tests.targets.layers import CONTEXT, MODELS, hold, opened, written
+from tests.opened import opened
+from tests.targets.layers import CONTEXT, MODELS, hold, written
 from tests.targets.sublayers import WatchedTransformer, graph_step
 from tests.thorough import THOROUGH, rarely
 

@@ -10,8 +10,9 @@ from engine.runtime.kv_blocks import KVBlocks
 from engine.runtime.model_runner import Slot
 from engine.targets.graph.runner import GraphRunner
 from tests import generated_model
+from tests.opened import opened
 from tests.reference import Reference, divergence
-from tests.targets.layers import opened, written
+from tests.targets.layers import written
 from tests.targets.lone_sequence import LoneSequence
 from tests.thorough import THOROUGH, rarely, thorough
 

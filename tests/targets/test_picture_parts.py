@@ -6,11 +6,11 @@ import pytest
 from engine.description.architectures import read_spec
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
-from engine.loading.weights import Weights
 from engine.runtime.pictures import PictureRoom
 from engine.targets.cpu.runner import CPURunner
 from engine.targets.graph.runner import GraphRunner
 from tests import generated_model
+from tests.opened import opened
 from tests.reference import Reference, divergence
 from tests.seen_tokens import model_with_parts, seen_tokens
 from tests.targets.lone_sequence import LoneSequence
@@ -21,8 +21,7 @@ from tests.thorough import rarely
 def test_parts_are_added_to_the_tokens_of_pictures(target, tmp_path):
     """Also in the prompt after one with pictures, which has none."""
     reference = Reference(path := model_with_parts(tmp_path / "m.gguf"))
-    file = GGUF(path)
-    weights = Weights(file, read_spec(file), lambda _: None)
+    weights = opened(path)
     text = LoneSequence(target(weights, 64, pictures=PictureRoom(0)))
     got, wanted = [], []
     for tokens, pictures, embeddings in (seen_tokens(reference.spec, 3), seen_tokens(reference.spec, 0)):

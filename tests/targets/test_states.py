@@ -13,8 +13,9 @@ from engine.targets.graph.runner import GraphRunner
 from engine.targets.nvidia.kernels.recurrent.delta_net import DeltaHeads
 from engine.targets.nvidia.states import DeviceStates
 from tests import generated_model
+from tests.opened import opened
 from tests.reference import Reference, divergence
-from tests.targets.layers import CONTEXT, opened
+from tests.targets.layers import CONTEXT
 from tests.targets.lone_sequence import LoneSequence
 from tests.thorough import thorough
 

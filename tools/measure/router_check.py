@@ -23,10 +23,11 @@ import numpy as np
 
 from engine.description.feed_forward import MIN_PROBABILITY
 from tests import oracles
+from tests.opened import opened
 from tests.paths import SHARED
 from tests.reference import Reference, wrong_by
 from tests.reference_functions import softmax
-from tests.targets.layers import TIE, opened
+from tests.targets.layers import TIE
 from tests.targets.sublayers import Array, See, Step, WatchedTransformer, cpu_step, graph_step, keep
 from tools.measure.engine_process import set_up
 from tools.measure.rounded_reference import RoundedReference

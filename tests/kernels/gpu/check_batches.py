@@ -6,9 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from engine.description.architectures import read_spec
-from engine.formats.gguf import GGUF
-from engine.loading.weights import Weights
 from engine.measure.kernel_roles import roles_of
 from engine.protocol.events import Sampling
 from engine.runtime.kv_blocks import BLOCK, KVBlocks
@@ -17,6 +14,7 @@ from engine.runtime.sampling import Sampler, log_probabilities
 from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
 from tests.kernels.gpu.buffers import short_lists
+from tests.opened import opened
 from tests.reference import Reference, divergence
 
 CONTEXT, CHUNK = 128, 32  # as in check_mixed: the kernels of attention are the same
@@ -67,8 +65,8 @@ def hold(binds: bool = False, **shape: Any) -> None:
     those of each alone. `binds`: some tokens have masks."""
     with tempfile.TemporaryDirectory() as folder, short_lists():
         path = generated_model.write(Path(folder) / "model.gguf", **{"quant": "Q8_0"} | shape)
-        file, reference = GGUF(path), Reference(path, CONTEXT)
-        runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT, 3)
+        reference = Reference(path, CONTEXT)
+        runner = NvidiaRunner(opened(path), CONTEXT, 3)
     draw = np.random.default_rng(0)
     texts = [list(map(int, draw.integers(0, 100, n))) for n in (BLOCK + 3, 5, 0)]
     blocks, vocab = KVBlocks(runner), runner._model.spec.vocab

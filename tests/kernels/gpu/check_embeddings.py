@@ -6,14 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from engine.description.architectures import read_spec
-from engine.formats.gguf import GGUF
-from engine.loading.weights import Weights
 from engine.runtime.kv_blocks import KVBlocks
 from engine.runtime.model_runner import Slot
 from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
 from tests.kernels.gpu.buffers import short_lists
+from tests.opened import opened
 from tests.reference import Reference
 
 SMALL = {"dim": 64, "heads": 2, "kv_heads": 1, "ffn": 64, "layers": 2}
@@ -37,8 +35,7 @@ def hold(**shape: Any) -> None:
     differs."""
     with tempfile.TemporaryDirectory() as folder, short_lists():
         path = generated_model.write(Path(folder) / "model.gguf", **shape)
-        file, reference = GGUF(path), Reference(path, 128)
-        weights = Weights(file, read_spec(file), lambda _: None)
+        weights, reference = opened(path), Reference(path, 128)
         runner = NvidiaRunner(weights, 128, 3, is_early=True)  # as in `check_mixed`
     tokens = np.random.default_rng(3).integers(0, 100, 45).tolist()
     wanted, blocks = reference.streams(tokens)[-1], KVBlocks(runner)

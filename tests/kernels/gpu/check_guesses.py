@@ -6,9 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from engine.description.architectures import read_spec
-from engine.formats.gguf import GGUF
-from engine.loading.weights import Weights
 from engine.protocol.events import Sampling
 from engine.runtime.kv_blocks import KVBlocks
 from engine.runtime.model_runner import Drawing, Slot, same_rows
@@ -16,6 +13,7 @@ from engine.runtime.sampling import Sampler
 from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
 from tests.kernels.gpu.buffers import short_lists
+from tests.opened import opened
 from tests.reference import Reference, divergence
 
 CONTEXT = 64
@@ -54,10 +52,8 @@ def hold(parallel: int, **shape: Any) -> None:
     sequences, the other one's row beside. Raises AssertionError where logits or tokens differ from the text's own."""
     with tempfile.TemporaryDirectory() as folder, short_lists():
         path = generated_model.write(Path(folder) / "model.gguf", **{"quant": "Q8_0"} | shape)
-        file, reference = GGUF(path), Reference(path, CONTEXT)
-        runner = NvidiaRunner(
-            Weights(file, read_spec(file), lambda _: None), CONTEXT, parallel, is_early=True
-        )
+        reference = Reference(path, CONTEXT)
+        runner = NvidiaRunner(opened(path), CONTEXT, parallel, is_early=True)
     draw, blocks = np.random.default_rng(0), KVBlocks(runner)
     texts = [list(map(int, draw.integers(0, 100, 9))) for _ in range(parallel)]
     sampler: Sampler | None = None

@@ -12,10 +12,7 @@ from tinygrad.engine import realize
 from tinygrad.uop.ops import Ops
 
 from engine.description.altup import Modes
-from engine.description.architectures import read_spec
 from engine.description.feed_forward import Experts, SideBySide
-from engine.formats.gguf import GGUF
-from engine.loading.weights import Weights
 from engine.model.memory_need import memory_need
 from engine.runtime.kv_blocks import KVBlocks
 from engine.targets.nvidia import matrices
@@ -26,6 +23,7 @@ from engine.targets.nvidia.runner import NvidiaRunner
 from engine.targets.nvidia.sublayers.experts import chosen_experts
 from tests import generated_model
 from tests.kernels.gpu.buffers import brings_to_cache
+from tests.opened import opened
 from tests.reference import Reference, wrong_by
 
 CONTEXT = 64
@@ -253,10 +251,10 @@ def hold(**shape: Any) -> None:
     reference chooses for the same stream, and no tie."""
     with tempfile.TemporaryDirectory() as folder:
         path = generated_model.write(Path(folder) / "model.gguf", quant="Q8_0", **shape)
-        file, reference = GGUF(path), Reference(path, CONTEXT)
+        weights, reference = opened(path), Reference(path, CONTEXT)
     wanted = reference.streams(TOKENS)
-    runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT)
-    model, need = runner._model, memory_need(read_spec(file), CONTEXT, "nvidia")
+    runner = NvidiaRunner(weights, CONTEXT)
+    model, need = runner._model, memory_need(weights.spec, CONTEXT, "nvidia")
     assert need.cache_bytes == sum(t.nbytes() for a in model.storing for t in a.cache)
     planes = [plane for matrix in model.matrices for plane in matrix.planes]
     routers = [of.router for of in model.spec.operators if isinstance(of, Modes)]  # these are floats

@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from engine.description.architectures import read_spec
-from engine.formats.gguf import GGUF
-from engine.loading.weights import Weights
 from engine.protocol.events import Sampling
 from engine.runtime.kv_blocks import KVBlocks
 from engine.runtime.model_runner import Drawing, Following, Slot
@@ -18,6 +15,7 @@ from engine.runtime.sampling import Sampler
 from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
 from tests.kernels.gpu.buffers import short_lists
+from tests.opened import opened
 from tests.reference import Reference, divergence
 
 CONTEXT = 128
@@ -152,8 +150,8 @@ def check_a_prompt_before_its_kernels_are_compiled() -> None:
     """It is read in pieces for which there are kernels."""
     with tempfile.TemporaryDirectory() as folder, short_lists():
         path = generated_model.write(Path(folder) / "model.gguf", quant="Q8_0", architecture="qwen3", **SMALL)
-        file, reference = GGUF(path), Reference(path, CONTEXT)
-        runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT, 3, is_early=True)
+        reference = Reference(path, CONTEXT)
+        runner = NvidiaRunner(opened(path), CONTEXT, 3, is_early=True)
     text = list(map(int, np.random.default_rng(0).integers(0, 100, 72)))
     runner.prepare(32)
     runner._compiled |= dict.fromkeys((64, 128), False)  # an earlier check may have compiled them
@@ -173,8 +171,8 @@ def hold(sizes: Sequence[int] = (32, 64, 128), **shape: Any) -> None:
     logits differ from the reference's."""
     with tempfile.TemporaryDirectory() as folder, short_lists():
         path = generated_model.write(Path(folder) / "model.gguf", **{"quant": "Q8_0"} | shape)
-        file, reference = GGUF(path), Reference(path, CONTEXT)
-        runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT, 3, is_early=True)
+        reference = Reference(path, CONTEXT)
+        runner = NvidiaRunner(opened(path), CONTEXT, 3, is_early=True)
     draw = np.random.default_rng(0)
     texts = [list(map(int, draw.integers(0, 100, n))) for n in (6, 36, 22)]
     blocks = KVBlocks(runner)

@@ -7,10 +7,7 @@ from unittest import mock
 
 import numpy as np
 
-from engine.description.architectures import read_spec
-from engine.formats.gguf import GGUF
 from engine.loading import weights
-from engine.loading.weights import Weights
 from engine.measure import profile
 from engine.measure.kernel_roles import roles_of
 from engine.protocol.events import Sampling, Search
@@ -28,6 +25,7 @@ from engine.targets.nvidia.memory import CHUNK_SIZES
 from engine.targets.nvidia.runner import NvidiaRunner
 from engine.targets.nvidia.weights import GPUModel
 from tests import generated_families, generated_model
+from tests.opened import opened
 from tests.reference import Reference, divergence
 
 
@@ -42,9 +40,9 @@ def check_decode_steps() -> None:
             Path(folder) / "model.gguf", architecture="qwen3moe", quant="F32", tied=False, **shape
         )
         generated_model.damage(path, "token_embd.weight", row=5)
-        file, wanted = GGUF(path), Reference(path).logits(tokens)
+        wanted = Reference(path).logits(tokens)
     with mock.patch.object(weights, "PIECE_BYTES", 1):
-        runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), 32)
+        runner = NvidiaRunner(opened(path), 32)
         alternating = {m.spec.alternating: len(m.pieces) for m in runner._model.matrices if len(m.pieces) > 1}
         assert alternating.keys() == {False, True}
     KVBlocks(runner).reserve(0, 3)
@@ -68,8 +66,8 @@ def check_search() -> None:
         path = generated_model.write(
             Path(folder) / "model.gguf", quant="Q8_0", tied=False, types={"output.weight": "Q4_0"}, **shape
         )
-        file, wanted = GGUF(path), Reference(path).logits(tokens)
-    runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), 32)
+        weights, wanted = opened(path), Reference(path).logits(tokens)
+    runner = NvidiaRunner(weights, 32)
     target = runner.search_target()
     short, whole = len(target.short_step()), len(target.build_step())
     assert (whole - short) * 3 == whole - 3  # beside the layers: embedding, head, next token
@@ -89,13 +87,12 @@ def check_search() -> None:
 
 def only_looked_at(path: Path) -> NvidiaRunner:
     """A runner with a context of 32 tokens that compiles and loads nothing."""
-    file = GGUF(path)
     with (
         mock.patch.object(fused.runner, "begin_once"),
         mock.patch.object(GPUModel, "begin_fill"),
         mock.patch.object(NvidiaRunner, "_capture_while"),
     ):
-        return NvidiaRunner(Weights(file, read_spec(file), lambda _: None), 32)
+        return NvidiaRunner(opened(path), 32)
 
 
 def roles_and_bytes(

@@ -8,11 +8,10 @@ from unittest import mock
 import numpy as np
 from tinygrad import dtypes
 
-from engine.description.architectures import read_spec
 from engine.description.vision_reader import read_vision
 from engine.formats.gguf import GGUF
 from engine.kernels.compilation import compile_all
-from engine.loading.weights import FileWeights, Weights
+from engine.loading.weights import FileWeights
 from engine.runtime.pictures import PictureRoom, Progress
 from engine.targets.nvidia import picture_steps, vision
 from engine.targets.nvidia.kernels.pictures.patch_attention import PatchTiling, attend_patches
@@ -22,6 +21,7 @@ from engine.targets.nvidia.runner import NvidiaRunner
 from engine.targets.nvidia.vision import NvidiaEncoder
 from tests import generated_encoder
 from tests.kernels.gpu.buffers import buffer, close, prompt_index, rng, run, zeros
+from tests.opened import opened
 from tests.reference import Reference, divergence
 from tests.reference_encoder import ReferenceEncoder
 from tests.seen_tokens import model_with_parts, seen_tokens
@@ -104,8 +104,7 @@ def check_parts_of_pictures() -> None:
     """Layers add parts of a picture's embeddings to its tokens, and nothing is left of them for the next prompt."""
     with tempfile.TemporaryDirectory() as folder:
         path = model_with_parts(Path(folder) / "m.gguf")
-        reference, file = Reference(path), GGUF(path)
-        weights = Weights(file, read_spec(file), lambda _: None)
+        reference, weights = Reference(path), opened(path)
         text = LoneSequence(NvidiaRunner(weights, 64, pictures=PictureRoom(0)))
         for tokens, pictures, embeddings in (seen_tokens(reference.spec, 3), seen_tokens(reference.spec, 0)):
             reference.pictures = embeddings

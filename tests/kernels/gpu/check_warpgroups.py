@@ -10,10 +10,7 @@ from unittest import mock
 import numpy as np
 from tinygrad import dtypes
 
-from engine.description.architectures import read_spec
-from engine.formats.gguf import GGUF
 from engine.formats.quantization import FORMATS
-from engine.loading.weights import Weights
 from engine.runtime.kv_blocks import KVBlocks
 from engine.runtime.model_runner import Slot
 from engine.targets.nvidia import prefill
@@ -30,6 +27,7 @@ from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
 from tests.kernels.gpu.buffers import buffer, close, packed, prompt_index, prompt_state, rng, run, zeros
 from tests.kernels.gpu.check_products import gated
+from tests.opened import opened
 from tests.reference import Reference, divergence
 from tests.tier import THOROUGH
 
@@ -134,8 +132,8 @@ def _check_prompt(quant: str) -> None:
         simulated_maps(),
     ):
         path = generated_model.write(Path(folder) / "model.gguf", architecture="qwen3", quant=quant, **shape)
-        file, wanted = GGUF(path), Reference(path).logits(tokens)
-        runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), 256)
+        wanted = Reference(path).logits(tokens)
+        runner = NvidiaRunner(opened(path), 256)
         KVBlocks(runner).reserve(0, 160)
         runner.run([Slot(0, tuple(tokens[:100]), 0, "none")])
         runner.run([Slot(0, tuple(tokens[100:-1]), 100, "none")])

@@ -23,9 +23,7 @@ from tinygrad.device import Buffer
 from tinygrad.dtype import DType
 from tinygrad.runtime.support import compiler_cuda
 
-from engine.description.architectures import read_spec
 from engine.fixes import dynamic_shared, graph_nodes, graph_rewrites, index_lowering, slice_shapes
-from engine.formats.gguf import GGUF
 from engine.kernels.kernel import Kernel
 from engine.loading.weights import Weights
 from engine.runtime.kv_blocks import KVBlocks
@@ -65,6 +63,7 @@ from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, pe
 from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
 from tests.kernels.gpu.alignment import BASE_BYTES, prove_uops
+from tests.opened import opened
 from tools.measure.chip_compiler import joined
 
 F, H = dtypes.float32, dtypes.float16
@@ -78,10 +77,9 @@ def run_model(path: str, quant: str, layers: int) -> None:
     values: with one layer a prompt has no attention."""
     shape = {"layers": layers, "dim": 256, "heads": 4, "kv_heads": 2, "ffn": 256}
     with tempfile.TemporaryDirectory() as folder:
-        file = GGUF(
-            generated_model.write(Path(folder) / "m.gguf", architecture="qwen3", quant=quant, **shape)
-        )
-    runner = PATHS[path](Weights(file, read_spec(file), lambda _: None), CONTEXT)
+        file = generated_model.write(Path(folder) / "m.gguf", architecture="qwen3", quant=quant, **shape)
+        weights = opened(file)
+    runner = PATHS[path](weights, CONTEXT)
     with KVBlocks(runner).room(301):
         runner.run([Slot(0, (1,) * 20, 0, "none")])
         for position in (0, 300):
