@@ -15,7 +15,7 @@ WhenIdle = Literal["mains", "always", "never"]
 IDLE_S = 20.0
 """How long no key was pressed and nothing was answered before a search begins."""
 SEARCH_S = 600.0  # of one search; the next one goes on where it ended
-_MIN_GAIN = 0.002  # of a step's time, that is worth a word
+_MIN_GAIN = 0.002  # the least share of a step's time that is told
 
 
 class IdleTuner:

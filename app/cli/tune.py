@@ -24,7 +24,7 @@ from widgets.text import counted, one_line
 
 WIDTH = 16  # of a search that leaves no candidate out
 SECONDS = 120
-_LEAST_PERCENT = 0.1  # that is said
+_LEAST_PERCENT = 0.1  # the least gain that is told
 EPILOG = """\
 Every later start on this machine uses what was found, for each model with products of
 these shapes. Ctrl+C ends the search and keeps what it has found. --again also repeats

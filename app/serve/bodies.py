@@ -18,8 +18,8 @@ MAX_BODY_BYTES = 16 << 20
 BODY_S = 60.0  # for the whole body to arrive
 MAX_HELD_BYTES = 128 << 20
 FREE_BYTES = 64 << 10
-"""So much of each body does not count: ordinary requests are answered while others hold all that may be held. The limit
-of connections bounds these."""
+"""How much of each body does not count: ordinary requests are answered while others hold all that may be held. The
+limit of connections bounds these."""
 MAX_PARTS = 1 << 18
 """Lists and objects of a body. Making more of them takes so long that others wait for it."""
 _PART_BYTES = {b"[": 256, b"{": 256, b",": 64}

@@ -145,7 +145,7 @@ class Service:
     slots: Slots | None = None
     open: int = 0  # requests that the engine has, and that have not ended
     processing: int = 0  # those of them that it has begun with
-    _open_by: Counter[str] = field(default_factory=Counter)  # so many answers of each address
+    _open_by: Counter[str] = field(default_factory=Counter)  # how many answers each address has open
 
     @property
     def waiting(self) -> int:

@@ -22,7 +22,8 @@ from mcp_types.methods import validate_server_result
 Received: TypeAlias = SessionMessage | Exception
 
 MOST_MESSAGES, MESSAGES_S = 50_000, 10.0
-"""So many messages may come in so many seconds. A loop that tells each of its steps sends some thousand a second."""
+"""How many messages may come, and in how many seconds. A loop that tells each of its steps sends some thousand a
+second."""
 FLOODED = f"sent more than {MOST_MESSAGES:,} messages within {MESSAGES_S:.0f} s, and was ended"
 
 

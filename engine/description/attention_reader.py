@@ -27,7 +27,7 @@ class AttentionReader(HeadReader):
         if self.draft_layers < 0 or self.layers < 1:
             raise damaged(self.file.path, f"{self.draft_layers} of its layers are draft layers")
         self.shared_caches = self.last_layers("attention.shared_kv_layers")
-        """So many layers, the last ones, read the KV cache of another."""
+        """How many layers read the KV cache of another one: the last ones."""
         if not 0 <= self.shared_caches < self.layers:
             raise damaged(self.file.path, f"{self.shared_caches} of its layers share a KV cache")
         is_hashed = self.key("ple.layers") in file.metadata  # which says its own size by this key

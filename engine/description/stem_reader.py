@@ -20,7 +20,7 @@ from engine.description.vision import (
 from engine.formats.gguf import damaged
 
 STEM_STRIDE = 4
-"""So many patches of a stem a side become one of the encoder."""
+"""How many patches of a stem a side become one of the encoder."""
 _EPS = 1e-6
 _GLOBAL = 2, 5, 8, 11
 """The layers whose attention has no windows."""

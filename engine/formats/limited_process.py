@@ -17,7 +17,7 @@ from engine.errors import OrinError, start_hint
 from engine.system.child_process import kill, module_command, module_environment
 
 START_S = 10.0  # of processor time for the process to start
-_MOST_S = 30.0  # that it may wait longer than its processor time
+_MOST_S = 30.0  # how much longer than its processor time it may take
 _LOOK_S = 0.05
 
 

@@ -11,7 +11,7 @@ from engine.measure.temperatures import hardware_monitors, hottest, thermal_zone
 from engine.protocol.events import Counter
 
 NAMES = 4
-"""So many other programs are named, those that use the CPUs most: at least 1 % of them."""
+"""How many other programs are named at most: those that use the CPUs most, each at least 1 % of them."""
 
 
 class CpuCounters:

@@ -26,7 +26,7 @@ _WHOLE_TEXT = 2048  # tokens, for one that reads texts as a whole
 
 _CONTEXT_STEP = 256  # tokens: contexts are proposed in such steps
 _SMALLEST_CONTEXT = 512  # tokens: a shorter one is not proposed
-_LEFT_FREE = 0.1  # of the free memory, by a context as long as memory allows: other programs need some too
+_LEFT_FREE = 0.1  # the share of the free memory that the longest context leaves: other programs need some too
 _BITS = {"Q8_0": 8.5, "Q6_K": 6.6, "Q5_K_M": 5.7, "Q4_K_M": 4.9, "Q3_K_M": 3.9, "Q2_K": 3.3}
 """Bits a weight of whole files, from the best to the smallest: llama.cpp's tools/quantize/README.md."""
 
@@ -157,7 +157,7 @@ def largest_context(
 
     if fits(spec.trained_context):
         return spec.trained_context
-    low, high = 0, spec.trained_context // _CONTEXT_STEP  # as many steps fit, and as many do not
+    low, high = 0, spec.trained_context // _CONTEXT_STEP  # `low` steps fit, and `high` do not
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * _CONTEXT_STEP) else (low, middle)

@@ -57,7 +57,7 @@ from engine.runtime.scheduler import Scheduler
 
 Report = Callable[[Event], None]
 
-IDLE_WIDTH = 4  # of a search while the engine is idle: four dozen candidates of each shape
+IDLE_WIDTH = 4  # the width of a search while the engine is idle: four dozen candidates of each shape
 SEARCH_S_PER_WIDTH = 20.0  # default limit of a search for schedules, for each unit of its width
 
 

@@ -26,7 +26,7 @@ WORTH_A_STEP = 128
 WORTH_AN_EDIT = 16
 """The same where the last message begins: who edits it waits for the tokens before it too."""
 
-_OF_A_TURN = 64  # so much more likely is a return to the end of a turn than to another place
+_OF_A_TURN = 64  # how much more likely a return to the end of a turn is than to another place
 
 
 def checkpoint_slots(parallel: int) -> int:

@@ -17,7 +17,7 @@ from engine.runtime.kv_blocks import KVBlocks, PoolFullError
 from engine.runtime.model_runner import ModelRunner, Slot, same_rows
 
 MOST = 32
-"""So many tokens are guessed at once."""
+"""How many tokens are guessed at once."""
 _FEW = 4
 """Guesses are timed if no more tokens were to be read before."""
 

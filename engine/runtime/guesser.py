@@ -11,7 +11,7 @@ from engine.runtime.lookup import DRAFTED, NO_GUESS, Guess, Lookup
 _MATCHES = (3, 5, 9, 17, DRAFTED)
 """Guesses are judged together whose matches have at least so many tokens, and fewer than the next number."""
 DRAFT_SHARE = 0.8
-_WEIGHTS = (2.0, 2.0, 2.0, 2.0, 4.0)  # of so many guesses
+_WEIGHTS = (2.0, 2.0, 2.0, 2.0, 4.0)  # how many guesses `_RIGHT` counts as
 _RIGHT = (0.3, 0.5, 0.7, 0.9, DRAFT_SHARE)  # the share of right guesses until more is known
 _MEMORY = 0.92  # what is left of the weight of earlier guesses with each one
 _KEPT = 5  # times

@@ -21,7 +21,7 @@ from engine.runtime.guesser import DraftTimes
 
 Streams = NDArray[np.float32]
 _MOST = 32
-"""So much room is left in the head's cache for guesses."""
+"""How many tokens of the head's cache are left free for guesses."""
 _CAUGHT_UP = 64
 """So many pairs are stored at most of the tokens that came while nothing was guessed: more would delay a reply whose
 guesses may not pay."""

@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 KEY_TOKENS = 3
-"""So many tokens have to be the same before a place in the text counts as a repetition."""
+"""How many tokens have to be the same before a place in the text counts as a repetition."""
 LONGEST_MATCH = 32
 """Matches are not counted any further."""
 _SHIFT = 24  # bits that hold any token id

@@ -38,7 +38,7 @@ HALF_BLOCK = "▀"
 _FIRST, _ASKED = 16, 255
 """The numbers of pictures are colours that every terminal has. The last one is only asked about."""
 KEPT = 40
-"""So many pictures the terminal has at most."""
+"""How many pictures the terminal has at most."""
 _AT_ONCE = 4  # commands, of 4 KB: a key waits for no more
 
 

@@ -16,7 +16,7 @@ from app.screens.pages.list_page import ListPage
 from widgets.text import counted, one_line
 
 PAGE = 50
-"""So many chats are read from the history at once."""
+"""How many chats are read from the history at once."""
 
 
 class FoundChats(Sequence[ChatSummary]):

@@ -9,7 +9,7 @@ _ESCAPES = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
 )
 """A whole character in two surrogates, or one surrogate."""
-_UNKNOWN = rb"\ufffd"  # as long as a surrogate
+_UNKNOWN = rb"\ufffd"  # which is as long as a surrogate
 
 
 def without_half_characters(data: bytes | bytearray | memoryview) -> bytes:

@@ -23,7 +23,7 @@ class MRopeAngles:
     def __init__(self, model: GPUModel, context: int, parallel: int, room: PictureRoom | None) -> None:
         length = -(-context // LENGTH_UNIT) * LENGTH_UNIT
         self._of: list[Pictures | None] = [None] * parallel  # whose positions a sequence's rows have
-        self._right = [length] * parallel  # so many of its first rows
+        self._right = [length] * parallel  # how many of its first rows are right
         self._ropes = [
             (rope, rope.tables(length, context), tensors)
             for rope, tensors in zip(model.spec.ropes, model.ropes, strict=True)

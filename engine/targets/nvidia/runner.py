@@ -57,8 +57,8 @@ from engine.targets.nvidia.step_trials import StepTrials
 from engine.targets.nvidia.uses import uses_of
 from engine.targets.nvidia.weights import allocate
 
-_DECODE_AT_MOST = 1  # so few tokens of a prompt are faster one by one
-_DETOUR_AT_MOST = 128  # so few are so before the kernels of prefill are compiled
+_DECODE_AT_MOST = 1  # up to so many tokens of a prompt are faster one by one
+_DETOUR_AT_MOST = 128  # and up to so many while prefill has to be compiled first
 _BEST, _DRAWN, _CHANGED = Choice(), Choice(draws=True), Choice(draws=True, changes=True)
 _ALL = Choice(draws=True, changes=True, masks=True, tells=True)  # it has all kernels of choices apart
 
@@ -94,8 +94,8 @@ class NvidiaRunner:
         self._input_scales = InputScales()
         self._one = DecodeKernels(model, self._input_scales, context_length)
         counts = self.row_counts
-        self._counts = sorted({1, counts[-1]})  # those whose kernels are compiled
-        self._checks: list[int] = []  # those of `check_rows` whose kernels are
+        self._counts = sorted({1, counts[-1]})  # the numbers of rows whose kernels are compiled
+        self._checks: list[int] = []  # the numbers of `check_rows` whose kernels are compiled
         self.check_rows = check_rows(model, parallel)
         most = max(counts[-1], *self.check_rows, 1)
         batches = sorted({*counts[1:], *self.check_rows})
@@ -129,10 +129,10 @@ class NvidiaRunner:
         self.search_tokens = min(context_length, self._one.context_limits[0])
         self._captured: dict[Key, Callable[[], None]] = {}
         self._prepared: set[int] = set()  # what `prepare` was called with
-        self._compiled: dict[int, bool] = {}  # of the sizes of prefill that were asked for
+        self._compiled: dict[int, bool] = {}  # whether each size of prefill that was asked for is compiled
         self._launched: Sequence[Slot] = ()  # the pieces of prompts in the step that is ahead
         self._hidden: list[NDArray[np.float32]] = []
-        self._earlier: list[Logits] = []  # of the steps before the last one of one `run`
+        self._earlier: list[Logits] = []  # the logits of all steps of one `run` but the last
         # of the steps with prompts and replies, those whose kernels are compiled
         self._mixed_sizes: set[int] = set()
         self._start(weights, is_early)

@@ -129,7 +129,7 @@ class NvidiaEncoder:
         self.table_rows = spec.positions.table.size // spec.dim if spec.positions else 0
         self._steps: OrderedDict[int, PictureSteps] = OrderedDict()
         self._places: OrderedDict[Grid, Places] = OrderedDict()
-        self._work: _Work | None = None  # that is under way
+        self._work: _Work | None = None  # what is under way
 
     def encode(self, rgbs: Sequence[Pixels]) -> Generator[Progress, None, Floats]:
         """See `PictureEncoder`."""

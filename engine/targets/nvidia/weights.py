@@ -47,7 +47,7 @@ from engine.targets.nvidia.sublayers.streams import (
     PredictionHandler,
 )
 
-_ENOUGH = 4  # of a shape's kernels in a step, to time them in it
+_ENOUGH = 4  # so many kernels of a shape in a step are enough to time them there
 
 HANDLERS: dict[type[Operator], type[Handler]] = {
     Attention: AttentionHandler,

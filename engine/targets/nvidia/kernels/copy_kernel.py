@@ -11,7 +11,7 @@ from engine.targets.nvidia.kernels.uops import finish, load, store
 
 _THREADS = 256
 _LOAD_FLOATS = 4  # 16 bytes, the widest load of a thread
-_LOADS = 4  # in flight, of each thread
+_LOADS = 4  # loads that each thread has in flight
 BLOCK_FLOATS = _THREADS * _LOAD_FLOATS * _LOADS
 """float32 numbers that a block copies."""
 

@@ -18,7 +18,7 @@ _WARPGROUPS = "sm_90"  # the compute capability with `engine.fixes.warpgroup_pro
 # GLOBAL_MEMORY_BUS_WIDTH in bits, MAX_THREADS_PER_MULTIPROCESSOR
 _MULTIPROCESSOR_COUNT, _CLOCK, _MEMORY_CLOCK, _BUS_BITS, _THREADS = 16, 13, 36, 37, 39
 REGISTERS = 65536  # of a multiprocessor
-_COPY_SHARE = 0.83  # of the memory's bandwidth: that of a copy (measured on an H200)
+_COPY_SHARE = 0.83  # of the memory's bandwidth, which a copy reaches (measured on an H200)
 
 
 @dataclass(frozen=True)

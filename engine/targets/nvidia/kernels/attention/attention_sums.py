@@ -32,7 +32,7 @@ Operands = Callable[[int, int], list[list[UOp]]]
 """Two right tiles of tensor cores, of the s-th sixteen keys of a step and the c-th sixteen dimensions: of even keys and
 of odd ones, or of even dimensions of values and of odd ones."""
 
-LEAST_TOTAL = 1e-30  # for queries that see nothing: no tokens have them
+LEAST_TOTAL = 1e-30  # in place of 0, for rows that are no tokens: their queries see nothing
 _TOP_UNIT = 16.0  # a largest score passes through a float16, in this unit: up to a million
 _LEAST_TOP = -1e6
 _SUM_UNIT = 256.0  # the same for sums of weights

@@ -11,7 +11,7 @@ from engine.targets.nvidia.kernels.pieces import PIECE_ROWS
 from engine.targets.nvidia.kernels.products.eights import RUN, SPREAD, Gathered
 
 _MAX_SPLITS = 32
-_SPLIT_COST = 0.02  # of adding a split's sums, as a part of the time
+_SPLIT_COST = 0.02  # what adding a split's sums takes, as a part of the time
 _MOST_SHARED = 99 << 10  # bytes of shared memory of a block that gathers its results
 
 

@@ -43,7 +43,7 @@ from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
 _TILE, _ROWS, _ABREAST, _RUN = 8, 16, 4, 8  # as in `small_batch`
-_FEW = 4  # so many tokens of an expert on average mostly fit a tile
+_FEW = 4  # experts with so many tokens on average have few enough for a tile, nearly always
 _WARPS = 4  # of a block
 
 

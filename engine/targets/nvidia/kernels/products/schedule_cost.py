@@ -41,14 +41,14 @@ from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 _BEGIN_AND_END_US = 1.26
 _EARLY_US = 0.28  # less, if all blocks of an early kernel fit at a time
 _CROWDED_US = 0.97  # more, if none of them do
-_LATENCY_US = 0.88  # of memory, with other loads before
-_GHZ = 1.75  # at which it issues
+_LATENCY_US = 0.88  # of a load from memory, with others before it
+_GHZ = 1.75  # the clock at which a scheduler issues instructions
 _SCHEDULERS = 4  # of a multiprocessor
 _UNIT_INSTRUCTIONS = 210  # of a warp, for a unit of a row: 3.3 for each weight
 _DIGIT_INSTRUCTIONS = 90  # in place of these, if the vector is in digits
 _DIVISION_US = 1.3  # of the kernel that divides it
 _SUM_INSTRUCTIONS = 8.6  # for each of the sums of a row that are added one after the other
-_UNEVEN = 0.56  # of what the busiest multiprocessor needs more than the mean: it has the others' bandwidth
+_UNEVEN = 0.56  # the part that counts of what the busiest multiprocessor has above the mean: it gets others' bandwidth
 _NARROW = 0.79  # loads of t threads side by side take 1 + 0.79 / t times as long
 _PLAIN_REGISTERS = {1: 56, 2: 96, 4: 98, 8: 124}  # of a thread, by its rows
 _PLAIN_WORDS = {2: 18, 8: 34}  # of weights that a thread has asked for at a time
@@ -63,10 +63,10 @@ _CODE_REGISTERS, _OTHERS_REGISTERS = {1: 80, 2: 124, 4: 160, 8: 200}, 16
 _DIGIT_REGISTERS = {1: 56, 2: 60, 4: 80, 8: 128}
 _EARLY_REGISTERS, _MOST_EARLY_REGISTERS = 77, 190  # beside the weights; all
 _MANY_ROWS_WIDE = 32  # threads of a row, beyond which the compiler loads 8 rows one after the other
-_HELD_THREADS = 32  # of a row, with fewer of which held kernels of floats spill none after a norm
-_LEAST_HELD_REGISTERS = 80  # with fewer they spill some
+_HELD_THREADS = 32  # with fewer threads of a row, held kernels of floats spill no registers after a norm
+_LEAST_HELD_REGISTERS = 80  # with fewer registers they spill some
 _MANY = 3  # blocks of a multiprocessor at a time
-_UNSURE = 0.01  # of a cost: with 0.5 to 2 % choices are the same but for 0.04 % of a step
+_UNSURE = 0.01  # costs so near are equal: with 0.5 to 2 %, choices differ by 0.04 % of a step
 _LARGE = 256  # threads of a block, beyond which only products with a vector in digits were as fast
 
 

@@ -55,7 +55,7 @@ _UNKNOWN = Chip()
 _OF_EXPERTS = re.compile(r"(?<=\d) of \d+")
 _Numbers = tuple[int, int, int, int]
 _SURE = 1.05  # how much more time the model must see in a schedule to take another
-_MAX_IDLE = 0.07  # of the units: those that threads have beyond a row's end
+_MAX_IDLE = 0.07  # the largest share of units that threads have beyond a row's end
 # Of experts in a product whose vectors come in digits: with 12.6 million they gained nothing.
 _MANY_WEIGHTS = 16e6
 _MANY_INTEGERS = 27e6  # of gate and up in Q4_K: the smallest that were timed had 27.5 million

@@ -59,7 +59,7 @@ from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 MAX_TOKENS = 64
 _TILE, _ROWS, _ABREAST = 8, 16, 4  # tokens and rows of a tile; units that a warp works on at a time
 _H200 = Chip("sm_90", 132, own_rates=H200)
-_WARPS = 24  # of a multiprocessor of it that together read weights as fast as memory gives them
+_WARPS = 24  # so many on a multiprocessor read weights as fast as memory gives them
 _CACHED = 0.3  # the time of a byte from the L2 cache beside a byte of weights
 _SUMS_BYTES = 34 << 10  # of shared memory, which leaves some for an epilogue
 _PARTS = 4  # warps that share the columns of 32 rows

@@ -65,7 +65,7 @@ _STEP_US = {
 _REST_US = {**_STEP_US, (128, 1, 2): (0.66, 0.66)}
 """By the `tokens`, `tall` and `groups` of a block: the microseconds that a step takes a multiprocessor of an H200, and
 that it takes at least; the second of the rows that a first launch leaves."""
-_LAUNCH_US = 2.0  # of the second launch
+_LAUNCH_US = 2.0  # what a second launch takes
 
 Span = tuple[int, int]
 """Rows of a matrix: the first one, and the one after the last."""
