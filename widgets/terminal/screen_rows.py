@@ -111,8 +111,9 @@ def _clusters(text: str) -> Iterator[str]:
 
 def _written(segments: list[Segment], first: int, last: int, console: Console) -> str:
     """The cells of a row from `first` on, up to `last`, for a cursor that is there. After a character of several code
-    points, such as an emoji of a family, the cursor is told where to go on: terminals do not agree on its width. (To
-    crop the row would tear such characters apart.)"""
+    points, such as an emoji of a family, the cursor is told where to go on: terminals do not agree on its width. Its
+    cells are blank first, or a narrower one would leave what was there: tmux shows 1️⃣ in one cell. (To crop the row
+    would tear such characters apart.)"""
     parts, column = list[Segment](), 0
     for text, style, control in segments:
         if control:
@@ -125,7 +126,8 @@ def _written(segments: list[Segment], first: int, last: int, console: Console) -
         for cluster in _clusters(text):
             width = cell_len(cluster)
             if first <= column < last if width else first < column <= last:
-                kept += cluster
+                is_uncertain = width > 1 and len(cluster) > 1
+                kept += f"{' ' * width}\x1b[{column + 1}G{cluster}" if is_uncertain else cluster
                 if len(cluster) > 1 or not width or cluster in _FLAG_LETTERS:
                     parts += Segment(kept, style), Segment(f"\x1b[{column + width + 1}G")
                     kept = ""
