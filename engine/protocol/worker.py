@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Never
 
 from msgspec.structs import replace
 
-from engine.cache import sources
 from engine.cache.start_trial import start_trials
 from engine.devices import driver_watch
 from engine.errors import DeviceHangsError, OrinError, PreemptedError, print_without_messages
@@ -385,7 +384,6 @@ def main() -> None:
         Path.cwd()  # for which the processes that compile ask, too
     except FileNotFoundError:  # it was deleted
         os.chdir("/")
-    sources.read_ahead()
     # Until the command to load comes: what every model needs. Not tinygrad, which reads options when it is imported.
     threading.Thread(target=import_module, args=(_NEEDED,), daemon=True, name="imports").start()
     serve(socket.socket(fileno=int(sys.argv[-1])), _load_text_model)
