@@ -185,7 +185,7 @@ def test_a_terminal_shows_what_is_printed_and_does_nothing_else(surface, home, c
     monkeypatch.setattr(
         engine.protocol.client, "LocalEngine", lambda options, **_: synthetic.engine(**behaviour)
     )
-    monkeypatch.setattr("app.cli.models._bandwidth", lambda backend: ("", None, ATTACK))
+    monkeypatch.setattr("app.cli.show._bandwidth", lambda backend: ("", None, ATTACK))
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     text = surface(home, capfd)
     assert text.count("attack") > 5

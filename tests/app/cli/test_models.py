@@ -376,7 +376,7 @@ def test_show_of_what_is_not_here(run, fake_hub, name, sentence):
 
 
 def test_show_says_whether_a_model_that_is_not_here_would_fit(run, fake_hub, monkeypatch):
-    monkeypatch.setattr("app.cli.models.memory_bytes", lambda backend: 100_000 if backend == "CPU" else 0)
+    monkeypatch.setattr("app.cli.show.memory_bytes", lambda backend: 100_000 if backend == "CPU" else 0)
     pull = f"{call(f'pull {NAME}')} downloads it."
     assert f"machine. It has 150 kB: {pull}" in run("show", NAME)[2]
     assert (
