@@ -133,8 +133,6 @@ class ComparisonEngine:
 
     async def generate(self, request: Generate) -> AsyncGenerator[Event, None]:
         """The answer of our engine. Its last event comes when both answers have ended."""
-        from engine.formats.templates.prompt import think_splitter
-
         self._stopped.clear()
         if not self._left.ready:
             async for event in self.start():
@@ -155,8 +153,15 @@ class ComparisonEngine:
         except OrinError as error:
             yield Failed.from_error(error, request.request_id)
             return
-        work = replace(request, prompt=TokenIds(ids=tuple(prompt.ids)), sampling=GREEDY, fresh=True)
         self._reset(len(prompt.ids))
+        async with aclosing(self._both_answer(request, prompt)) as events:
+            async for event in events:
+                yield event
+
+    async def _both_answer(self, request: Generate, prompt: Prompt) -> AsyncGenerator[Event, None]:
+        """The answer of our engine to a request whose `prompt` is in tokens, before, after or beside the other
+        one's."""
+        work = replace(request, prompt=TokenIds(ids=tuple(prompt.ids)), sampling=GREEDY, fresh=True)
         self._asked_together, peer_first = self.together, self._peer_first
         self._peer_first = not peer_first
         peer_answer: asyncio.Task[None] | None = None
@@ -171,8 +176,7 @@ class ComparisonEngine:
                 await self._follow_peer(work)
             end: Finished | Failed = _stopped_before(request)
             if not self._stopped.is_set():
-                ours = self._left.follow(self.ours.generate(work))
-                async with aclosing(split_thinking(ours, think_splitter(request.prompt, prompt))) as events:
+                async with aclosing(self._our_answer(request, prompt, work)) as events:
                     async for event in events:
                         if isinstance(event, Finished | Failed):
                             end = event
@@ -195,6 +199,13 @@ class ComparisonEngine:
             self.ours.on_event = on_event
             if peer_answer:
                 peer_answer.cancel()
+
+    def _our_answer(self, request: Generate, prompt: Prompt, work: Generate) -> AsyncGenerator[Event, None]:
+        """The answer of our engine to `work`, in which thinking is told from the rest as `request` has it."""
+        from engine.formats.templates.prompt import think_splitter
+
+        ours = self._left.follow(self.ours.generate(work))
+        return split_thinking(ours, think_splitter(request.prompt, prompt))
 
     async def _watch_other_programs(self) -> None:
         """Looks at them while the two answer, so that no ratio is shown meanwhile either."""
