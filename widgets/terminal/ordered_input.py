@@ -11,6 +11,7 @@ in place of `ac`.
 
 from collections.abc import Callable
 
+from rich.text import Text
 from textual.binding import Binding
 from textual.drivers import linux_driver
 from textual.events import Key
@@ -21,6 +22,7 @@ from textual.widgets import Input, TextArea
 from textual.widgets.text_area import Edit, EditResult
 
 from widgets.late_components import LateComponents
+from widgets.terminal.long_lines import line_of
 from widgets.terminal.pastes import PasteParser, lenient_decoder
 from widgets.text import editable
 
@@ -61,6 +63,9 @@ class OrderedTextArea(LateComponents, TextArea):
     def _set_theme(self, theme: str) -> None:
         self._is_styled = False
         super()._set_theme(theme)
+
+    def get_line(self, line_index: int) -> Text:
+        return line_of(self.document.get_line(line_index))
 
     def action_cursor_document(self, end: int) -> None:
         """Moves the cursor to the start of the text, or to its end."""
