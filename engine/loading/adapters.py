@@ -32,8 +32,8 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 _NAMED = re.compile(r"(?P<path>.+?)(?::(?P<scale>-?(?:\d+\.?\d*|\.\d+)))?", re.DOTALL)
 _Q8_0 = next(number for number, kind in GGML_TYPES.items() if kind.name == "Q8_0")
-_RUN = 1 << 20
-"""Weights that a thread changes at a time."""
+_RUN = 1 << 17
+"""Weights that a thread changes at a time: they stay in a core's cache."""
 _OTHER = "Choose an adapter that was made for this model, with convert_lora_to_gguf.py of llama.cpp."
 _MERGED = "Choose a model that the adapter is merged into."
 
@@ -161,11 +161,14 @@ def _encoded(floats: Floats, ggml_type: int) -> Bytes:
     """float32 (rows, columns) as Q8_0 or a type of `FLOATS`: uint8 (bytes,)."""
     if ggml_type == _Q8_0:
         blocks = floats.reshape(-1, GGML_TYPES[_Q8_0].block)
-        d = (np.maximum(blocks.max(1), -blocks.min(1)) / 127).astype(np.float16)
-        scale = d.astype(np.float32)[:, None]
-        integers = np.divide(blocks, scale, out=np.zeros_like(blocks), where=scale > 0)
-        numbers = np.rint(integers, out=integers).clip(-127, 127).astype(np.int8)
-        return np.concatenate([d[:, None].view(np.uint8), numbers.view(np.uint8)], axis=1).reshape(-1)
+        d = (np.abs(blocks).max(1) * np.float32(1 / 127)).astype(np.float16)
+        scale = d.astype(np.float32)
+        numbers = blocks * np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)[:, None]
+        np.rint(numbers, out=numbers).clip(-127, 127, out=numbers)
+        encoded = np.empty((len(blocks), GGML_TYPES[_Q8_0].block_bytes), np.uint8)
+        encoded[:, :2] = d[:, None].view(np.uint8)
+        np.copyto(encoded[:, 2:].view(np.int8), numbers, casting="unsafe")
+        return encoded.reshape(-1)
     match GGML_TYPES[ggml_type].name:
         case "F32":
             return np.ascontiguousarray(floats).view(np.uint8).reshape(-1)
