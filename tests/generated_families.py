@@ -68,8 +68,8 @@ SCAN = {"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.time_step_rank": 32, "s
 LOW_RANKS = {
     "wkv.head_size": 64,
     "attention.decay_lora_rank": 32,
-    "attention.iclr_lora_rank": 48,
-    "attention.value_residual_mix_lora_rank": 16,
+    "attention.iclr_lora_rank": 64,
+    "attention.value_residual_mix_lora_rank": 32,
 }
 LAYER_NORMS = Parts(layer_norms="biases")
 BIASED = LAYER_NORMS.but(biases="all")

@@ -69,6 +69,11 @@ class TimeMix(Recurrent):
         return self.heads * self.size
 
     @property
+    def row_elements(self) -> int:
+        """Also x, what is read of it, and y."""
+        return super().row_elements + 8 * self.width
+
+    @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return (self.heads, self.size, self.size), (1, self.width)
 
@@ -89,6 +94,11 @@ class ChannelMix(Recurrent):
     down: Weight
     lerp: Vector
     words = "channel mixing"
+
+    @property
+    def row_elements(self) -> int:
+        """Also x, and what is read of it."""
+        return super().row_elements + 2 * self.down.rows
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:

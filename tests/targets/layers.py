@@ -107,7 +107,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gpt-oss F32": {"architecture": "gpt-oss", "quant": "F32", "keys": {"expert_used_count": [2, 3]}},
 }
-AS_GRAPHS = "rwkv7 F32", "arwkv7 F32", "qwen4exp F32, 8 of 16 rotated", "mimo2 F32"
+AS_GRAPHS = "qwen4exp F32, 8 of 16 rotated", "mimo2 F32"
 """Those for which CPUs have no kernels."""
 CONTEXT = 256
 

@@ -158,7 +158,7 @@ def test_rows_of_different_depths_agree_with_float32(architecture, kv, error, tm
 
 
 @thorough  # rows below, and texts with guesses in tests/model
-@pytest.mark.parametrize("architecture", ["llama", "gpt-oss", "qwen35", "gemma3", "gemma4-moe"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt-oss", "qwen35", "rwkv7", "gemma3", "gemma4-moe"])
 def test_guesses_are_checked_in_one_step(architecture, tmp_path):
     """Each row attends to the guesses before it, and those that were wrong are written over."""
     part = {"rotated": 8} if architecture == "qwen35" else {}  # as other tests have it: kernels in common
@@ -264,7 +264,7 @@ def test_blocks_leave_and_come_back_in_other_places(kv, tmp_path):
 
 
 @thorough  # a commit: rows above, states in test_states.py, the engine in tests/protocol/test_parallel.py
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen35"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen35", "rwkv7"])
 def test_a_model_answers_side_by_side_as_alone(architecture, tmp_path):
     path = generated_model.write(tmp_path / "m.gguf", layers=2, architecture=architecture)
     options = EngineOptions(model_path=str(path), context_length=256)
@@ -292,4 +292,5 @@ def test_a_model_answers_side_by_side_as_alone(architecture, tmp_path):
         np.testing.assert_allclose([p for _, p in found], [p for _, p in wanted], atol=2e-3)
     for step in ("decode", "prefill"):
         profile = together.profile(Profile(request_id=1, step=step), lambda: False)
-        assert {"attention", "QKV projection"} <= {kernel.role for kernel in profile.kernels}
+        mixes = "delta net" if architecture == "rwkv7" else "attention"
+        assert {mixes, "QKV projection"} <= {kernel.role for kernel in profile.kernels}

@@ -12,7 +12,7 @@ from tests.thorough import rarely
 
 
 @pytest.fixture(
-    scope="module", params=["qwen35", *map(rarely, ("lfm2", "granitehybrid", "mamba", "qwen4exp"))]
+    scope="module", params=["qwen35", *map(rarely, ("lfm2", "granitehybrid", "mamba", "rwkv7", "qwen4exp"))]
 )
 def path(request, tmp_path_factory):
     where = tmp_path_factory.mktemp("model") / "m.gguf"

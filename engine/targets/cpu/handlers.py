@@ -5,6 +5,7 @@ from engine.description.attention import Attention, LatentAttention
 from engine.description.feed_forward import Dense, Experts, LayerEmbedding, SideBySide
 from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, SelectiveScan, ShortConv
 from engine.description.sublayers import Operator
+from engine.description.time_mixing import ChannelMix, TimeMix
 from engine.targets.cpu.sublayers.attention import AttentionHandler
 from engine.targets.cpu.sublayers.delta_net import DeltaNetHandler, KeyedDeltaNetHandler
 from engine.targets.cpu.sublayers.dense import DenseHandler
@@ -22,6 +23,7 @@ from engine.targets.cpu.sublayers.streams import (
     MergeHandler,
     PredictionHandler,
 )
+from engine.targets.cpu.sublayers.time_mixing import ChannelMixHandler, TimeMixHandler
 
 HANDLERS: dict[type[Operator], type[Handler]] = {
     Attention: AttentionHandler,
@@ -39,4 +41,6 @@ HANDLERS: dict[type[Operator], type[Handler]] = {
     Prediction: PredictionHandler,
     Correction: CorrectionHandler,
     Merge: MergeHandler,
+    TimeMix: TimeMixHandler,
+    ChannelMix: ChannelMixHandler,
 }

@@ -107,7 +107,7 @@ def buffer_names(layouts: Sequence[LaneLayout], tile: int) -> tuple[str, ...]:
 
 
 Gate = (
-    Literal["silu", "gelu", "quick gelu", "swiglu_oai", "relu", "relu2", "xielu", "sigmoid"]
+    Literal["silu", "gelu", "quick gelu", "swiglu_oai", "relu", "relu2", "xielu", "sigmoid", "tanh"]
     | tuple[float, float]
 )
 
@@ -349,6 +349,10 @@ def _gate(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
     return sigmoid(k, x) * other
 
 
+def _tanh(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
+    return (sigmoid(k, x * 2.0) * 2.0 - 1.0) * other
+
+
 def _silu(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
     return x * sigmoid(k, x) * other
 
@@ -388,7 +392,7 @@ _GELU = 2 * (2 / pi) ** 0.5
 _SWIGLU_LIMIT = 7.0
 _GATES = {
     "silu": _silu, "gelu": _gelu, "quick gelu": _quick_gelu, "swiglu_oai": _swiglu_oai, "relu": _relu,
-    "relu2": _relu2, "sigmoid": _gate,
+    "relu2": _relu2, "sigmoid": _gate, "tanh": _tanh,
 }  # fmt: skip
 
 
