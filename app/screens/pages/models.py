@@ -123,11 +123,9 @@ class ModelsScreen(ListPage[Entry, Entry | None]):
         with contextlib.suppress(ModelFileError):
             if isinstance(path := parse(text, self.names), Path):
                 shown = one_line(str(path))
-                return (
-                    f"{shown} is a folder."
-                    if path.is_dir()
-                    else f"There is no file {shown}. {hub_hint(text)}"
-                )
+                if path.is_dir():
+                    return f"{shown} is a folder."
+                return hub_hint(text) or f"There is no file {shown}."  # a row of the list: one sentence
         return super().nothing_found(text)
 
     def line(self, model: Entry) -> Content:
