@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from app.chat.history import UNTITLED, History
+from app.chat.history import History, title_of
 from app.chat.history_database import HistoryError
 from app.chat.summary import SOURCE_SHARE, Summarized, newest
 from engine.errors import UsageError
@@ -117,7 +117,7 @@ class Conversation:
         with contextlib.suppress(HistoryError):
             if self.chat_id is not None:
                 return self.history.title(self.chat_id)
-        return UNTITLED
+        return title_of("", next((turn.content for turn in self.turns if turn.role == "user"), ""))
 
     def way_back(self, options: str = "") -> str:
         """A sentence with the command that goes on with this chat; "" if it is not stored. `options` of that command:

@@ -269,7 +269,7 @@ class History(HistoryDatabase):
         """The title that the user gave, or the first line of the first prompt."""
         prompt = "SELECT content FROM messages WHERE chat_id = chats.id AND role = 'user' AND shown ORDER BY id LIMIT 1"
         rows = self._run(f"SELECT title, ({prompt}) AS first_prompt FROM chats WHERE id = ?", chat_id)
-        return _title(*rows[0]) if rows else UNTITLED
+        return title_of(*rows[0]) if rows else UNTITLED
 
     def rename(self, chat_id: int, title: str) -> None:
         """Gives a chat a title; "" brings back the first line of the first prompt."""
@@ -341,7 +341,7 @@ class History(HistoryDatabase):
         summaries = {
             id: ChatSummary(
                 id=id,
-                title=_title(title, first_prompt),
+                title=title_of(title, first_prompt),
                 model=model,
                 updated=min(max(0.0, updated), _LATEST_S),
                 message_count=count,
@@ -466,7 +466,8 @@ def _folded(word: str) -> str:
     return "".join(c for c in unicodedata.normalize("NFD", word) if not unicodedata.combining(c))
 
 
-def _title(title: str, first_prompt: str) -> str:
+def title_of(title: str, first_prompt: str) -> str:
+    """The title that the user gave, or the first line of the first prompt."""
     lines = map(str.strip, first_prompt.splitlines())
     first = next((line for line in lines if line), UNTITLED)
     return title or (first if len(first) <= TITLE_CHARS else first[: TITLE_CHARS - 1].rstrip() + "…")

@@ -23,6 +23,13 @@ def test_a_past_chat_that_was_only_read_keeps_its_place_in_the_list():
     assert history.messages(first)[-1].message.content == "Yes. And no."
 
 
+def test_a_chat_that_is_not_saved_has_the_title_of_its_prompt():
+    conversation = Conversation(History(":memory:"))
+    untitled = conversation.title
+    conversation.turns.append(Turn("user", "\n Why is the sky blue?\nSay it in a line."))
+    assert (untitled, conversation.title) == ("Untitled", "Why is the sky blue?")
+
+
 def test_what_is_left_out_stays_in_the_history_and_is_not_read_when_the_chat_is_opened_again():
     history = History(":memory:")
     conversation = Conversation(history, "Be brief.")
