@@ -55,7 +55,9 @@ def test_what_is_shipped_fits(chip):
 def test_what_was_measured_comes_before_the_rule():
     head, gate_up = (StackedMatrices.single(Q6_K, rows, 2048) for rows in (128256, 16384))
     assert matvec_schedule(head, Chip("sm_90", 132)) == early(32, 4, 4, streams=True)
-    assert matvec_schedule(gate_up, Chip("sm_90", 132)) == Schedule(32, 8, 8, releases=MET, streams=True)
+    assert matvec_schedule(gate_up, Chip("sm_90", 132)) == Schedule(
+        32, 8, 8, releases=MET, streams=True, brings=2
+    )
     assert matvec_schedule(head, Chip("sm_00", 132)) != early(32, 4, 4)
     qkv = matvec_schedule(StackedMatrices.single(Q6_K, 5120, 3072), Chip("sm_90", 132))
     assert qkv == early(16, 8, 2) and qkv.name == "16_8_2_early"
@@ -211,7 +213,9 @@ def test_what_nobody_timed_does_for_the_next_product_what_gained_with_all_models
     found = [matvec_schedule(StackedMatrices.single(kinds[2], 3072, 8192), chip, place) for place in places]
     assert [s.releases == WAITED for s in found] == [False, False, True, True]
     timed, chip = StackedMatrices.single(Q6_K, 16384, 2048), replace(chip, capability="sm_90")
-    assert matvec_schedule(timed, chip, "gate and up") == Schedule(32, 8, 8, releases=MET, streams=True)
+    assert matvec_schedule(timed, chip, "gate and up") == Schedule(
+        32, 8, 8, releases=MET, streams=True, brings=2
+    )
 
 
 def test_a_search_tries_first_what_the_model_finds_cheap():
