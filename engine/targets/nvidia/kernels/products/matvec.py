@@ -145,16 +145,10 @@ def matvec(
         requests = block.requests(brings, brought, mixture) if brings and brought else []
         return finish(_full_name(name, stack, s), stores, *_estimates(stack), requests)
 
-    chooses = chosen is not None and chosen.chooses
-    has_lists = chosen is not None and not chosen.all_of_them
-    lists: tuple[Name, ...] = ("experts", "probabilities", chooses and "counts") if has_lists else ()
-    divided: tuple[Name, ...] = ("other_digits", "other_factors") if divides else ()
-    outs = (*epilogue.outs, *(lists if chooses else ()), *divided)
-    vectors = _vectors(stack, n_norm_sums > 0, heads is not None)
-    ins = (*vectors, divides is not None and "other", *epilogue.ins)
+    names = _names(stack, epilogue, n_norm_sums > 0, heads is not None, divides is not None)
     weights = ("planes", _n_planes(stack)), ("brought", len(brings.block_bytes) if brings else 0)
-    hints = _hints(s, (*epilogue.outs, *lists, *divided, *ins), starts_next, loads_first)
-    return Kernel(kernel, outs, (*(() if chooses else lists), *ins, *weights), hints)
+    hints = _hints(s, names.awaited, starts_next, loads_first)
+    return Kernel(kernel, names.outs, (*names.ins, *weights), hints)
 
 
 class _Part(NamedTuple):
@@ -346,6 +340,30 @@ def _n_planes(stack: StackedMatrices) -> int:
     matrices = [(layout, of.cols) for of in stack.stacks for layout, _ in of.matrices]
     matrices += [(stack.shared.layout, stack.shared.cols)] if stack.shared else []
     return sum(len(layout.shapes(1, cols)) for layout, cols in matrices)
+
+
+class _Names(NamedTuple):
+    """The names of a product's buffers: those that it writes, those that it reads, but for planes of weights, and all
+    of these, which kernels before it may write."""
+
+    outs: tuple[Name, ...]
+    ins: tuple[Name, ...]
+    awaited: tuple[Name, ...]
+
+
+def _names(
+    stack: StackedMatrices, epilogue: Epilogue, has_norm: bool, has_heads: bool, divides: bool
+) -> _Names:
+    """`has_norm`: x is still to be normed, `has_heads`: by heads. `divides`: another vector into digits."""
+    chosen = stack.experts
+    chooses, has_lists = chosen is not None and chosen.chooses, chosen is not None and not chosen.all_of_them
+    lists: tuple[Name, ...] = ("experts", "probabilities", chooses and "counts") if has_lists else ()
+    divided: tuple[Name, ...] = ("other_digits", "other_factors") if divides else ()
+    ins = (*_vectors(stack, has_norm, has_heads), divides and "other", *epilogue.ins)
+    awaited = (*epilogue.outs, *lists, *divided, *ins)
+    if chooses:
+        return _Names((*epilogue.outs, *lists, *divided), ins, awaited)
+    return _Names((*epilogue.outs, *divided), (*lists, *ins), awaited)
 
 
 def _vectors(stack: StackedMatrices, has_norm: bool, has_heads: bool) -> tuple[Name, ...]:
