@@ -423,7 +423,8 @@ def _row_sums(
 
 def chunks(stack: StackedMatrices, s: Schedule) -> int:
     """How many threads add the sums of a row, before one adds theirs: the compiler makes a chain of additions of those
-    of one thread, each of which waits for the one before. 1 for experts: with more, those of Qwen3 30B take longer."""
-    if stack.experts:
+    of one thread, each of which waits for the one before. 1 for the results of each expert: gate and up of Qwen3 30B
+    take longer with more."""
+    if stack.experts and not stack.experts.added:
         return 1
     return next(n for n in (16, 8, 4, 2, 1) if n == 1 or n * (s.block_rows + 1) <= s.block_threads)
