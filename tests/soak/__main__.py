@@ -42,6 +42,7 @@ from tests.soak import (
     suspensions,
     switches,
     tool_servers,
+    tunes,
 )
 from tests.soak.counts import Counts
 
@@ -63,6 +64,7 @@ PARTS = {
     "gpu-memory": (gpu_memory.run, 100),
     "gpu-faults": (gpu_faults.run, 200),
     "gpu-search": (partial(searches.run, on_gpu=True), 100),
+    "tune": (tunes.run, 100),
     "switch": (switches.run, 500),
     "served": (served_chats.run, 300),
     "suspension": (suspensions.run, 400),
