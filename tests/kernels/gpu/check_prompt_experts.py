@@ -25,7 +25,7 @@ def check_router() -> None:
     """Logits as exact as float32, of experts and columns that fill blocks and that do not."""
     tokens, live, eps = 16, 11, 1e-5
     prompt = prompt_state(tokens, (0, 5, live, 0))
-    for n, cols, bias in ((32, 256, False), (40, 180, True), (6, 256, True)):
+    for n, cols, bias in ((32, 256, False), (40, 180, True), (6, 256, True), (8, 64, False)):
         h, weight = rng.standard_normal((tokens, cols)) * 8, rng.standard_normal(cols)
         router, biases = rng.standard_normal((n, cols)), rng.standard_normal(n)
         h, weight, router, biases = (a.astype(np.float32) for a in (h, weight, router, biases))

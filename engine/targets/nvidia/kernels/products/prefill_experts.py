@@ -51,9 +51,12 @@ _THREADS = 256  # that look for an expert's assignments
 def router_logits(tokens: int, cols: int, n: int, eps: float, has_bias: bool) -> Kernel:
     """The product of the normed stream and the router. Buffers: logits, float32 (tokens, n); stream, float32 (tokens,
     cols); norm, its weight, float32 (cols,); prompt, the step's state (`pieces`); router, float32 (n, cols); bias,
-    float32 (n,), if it `has_bias`. `cols` is a multiple of four, above 128."""
-    steps, across = -(-cols // 128), _EXPERTS * _WARPS
-    assert cols % 4 == 0 and steps > 1 and tokens % _TOKENS == 0
+    float32 (n,), if it `has_bias`. `cols` is a multiple of four."""
+    steps, across = (
+        max(-(-cols // 128), 2),
+        _EXPERTS * _WARPS,
+    )  # a loop of one step is none: rows are `live` by it
+    assert cols % 4 == 0 and tokens % _TOKENS == 0
     n_acc = _TOKENS * (_EXPERTS + 1)  # a thread's parts of products, and of the sums of squares
 
     def kernel(logits: UOp, stream: UOp, norm: UOp, prompt: UOp, router: UOp, bias: UOp | None) -> UOp:
@@ -62,7 +65,7 @@ def router_logits(tokens: int, cols: int, n: int, eps: float, has_bias: bool) ->
         live = group * _TOKENS < used_rows(prompt, tokens)
         step = UOp.range(live.where(UOp.const(steps), 0), 0, AxisType.REDUCE)
         column = (step * 32 + lane) * 4
-        ok = None if cols % 128 == 0 else column < cols
+        ok = None if cols == 128 * steps else column < cols
         acc = zeroed_registers(n_acc, 0)
         sums = load_run(acc.after(step), 0, n_acc)
         factors = load_run(norm, column, 4, ok)
