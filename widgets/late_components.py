@@ -16,7 +16,8 @@ class LateComponents(_Widget):
     twice before a chat is seen, for 50 parts of panes that nobody has opened."""
 
     def _get_component_classes(self) -> frozenset[str]:  # type: ignore[override]
-        """Those that were read. The stylesheet computes them with the widget, and paints it where they have changed."""
+        """The parts whose styles were read. The stylesheet computes them with the widget, and paints it where they have
+        changed."""
         return frozenset(self._component_styles)
 
     def get_component_styles(self, *names: str) -> RenderStyles:

@@ -77,7 +77,7 @@ def nice_top(value: float) -> float:
 
 
 def short_number(value: float) -> str:
-    """At most four characters: 0.52, 9.1, 84, 790, 2.1k, 39k, 1.5M."""
+    """A number in at most four characters: 0.52, 9.1, 84, 790, 2.1k, 39k, 1.5M."""
     for unit in ("", "k", "M"):
         if value < 999.5 or unit == "M":
             break

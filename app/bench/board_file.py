@@ -188,7 +188,7 @@ def _data(runs: Sequence[BoardRun]) -> Iterator[Result]:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Without columns that are empty."""
+    """A table in Markdown, without columns that are empty."""
     kept = [i for i in range(len(titles)) if any(row[i] for row in rows)]
     dashes = ["---" if i == 0 else "---:" for i in range(len(titles))]
     lines = [[row[i].replace("|", "\\|") for i in kept] for row in (titles, dashes, *rows)]

@@ -67,7 +67,7 @@ class BoardRun:
         return []
 
     def delete_failure(self) -> None:
-        """If the run failed, it is not done any more."""
+        """Deletes what a run that failed has left, so that it is done again."""
         if self.failure:
             self.failure_path.unlink(missing_ok=True)
             self.results_path.unlink(missing_ok=True)

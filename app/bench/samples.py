@@ -34,8 +34,8 @@ class TimedAnswer:
     began_s: float = 0.0
 
     def intervals_ms(self, start_ms: float = -math.inf, end_ms: float = math.inf) -> list[float]:
-        """From each token to the next, of tokens after `start_ms` and until `end_ms` by the common clock. llama-server
-        reports the tokens of one character at once; these share the time since the token before them."""
+        """The times from each token to the next, of tokens after `start_ms` and until `end_ms` by the common clock.
+        llama-server reports the tokens of one character at once; these share the time since the token before them."""
         groups = [(time, len(list(group))) for time, group in groupby(self.common_times_ms)]
         return [
             (time - before) / count
@@ -51,7 +51,7 @@ class TimedAnswer:
 
     @property
     def first_token_ms(self) -> list[float]:
-        """From sending the request to the first token, also while it waits for others. Empty: not known."""
+        """The time from sending the request to the first token, also while it waits for others. Empty: not known."""
         return [time - self.sent_s * 1e3 for time in self.common_times_ms[:1]]
 
 

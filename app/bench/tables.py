@@ -18,7 +18,7 @@ WORD_COLUMNS = 2  # the first ones, aligned left
 
 
 def to_tables(results: Sequence[Result], width: int = WIDE) -> list[Text | Table]:
-    """For a console of `rich` that is `width` cells wide. Names of models are never read as markup."""
+    """Tables for a console of `rich` that is `width` cells wide. Names of models are never read as markup."""
     parts: list[Text | Table] = []
     for group in _groups(results):
         parts.append(Text(_heading(group[0]), style="bold"))

@@ -459,7 +459,7 @@ def _excerpt(text: str, terms: list[str]) -> str:
 
 
 def _folded(word: str) -> str:
-    """Without case and diacritics, as FTS5 compares words."""
+    """A text without case and diacritics, as FTS5 compares words."""
     word = word.lower()
     if word.isascii():
         return word

@@ -218,7 +218,7 @@ class HistoryDatabase:
                 time.sleep(0.01)
 
     def _check_triggers(self) -> None:
-        """Those of others could do anything whenever a message is written, also without an end."""
+        """Raises HistoryError for triggers that are not ours: they could do anything whenever a message is written."""
         found = self._db.execute("SELECT sql FROM sqlite_master WHERE type = 'trigger'")
         if not _TRIGGERS.issuperset(" ".join(sql.split()) for (sql,) in found):
             raise HistoryError(

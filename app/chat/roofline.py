@@ -19,7 +19,7 @@ def device_key(ready: Ready) -> str:
 
 
 def best_gbps(device: str) -> float:
-    """In 10^9 bytes/s; 0: nothing was measured yet on this machine."""
+    """The best bandwidth so far, in 10^9 bytes a second; 0: nothing was measured yet on this machine."""
     return _read().get(platform.node(), {}).get(device, 0.0)
 
 

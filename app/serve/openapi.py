@@ -133,7 +133,7 @@ def _posted(body: type[Any], ref: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parameters(path: str) -> dict[str, Any]:
-    """Those of an address."""
+    """The parameters that a path has in braces."""
     names = re.findall(r"\{(\w+)\}", path)
     text = {"in": "path", "required": True, "schema": {"type": "string"}}
     return {"parameters": [{"name": name, **text} for name in names]} if names else {}

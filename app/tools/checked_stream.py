@@ -34,7 +34,7 @@ class Flood:
         self._most, self._count, self._since_s = most, 0, time.monotonic()
 
     def has_begun(self, more: int = 1) -> bool:
-        """With so many more."""
+        """Counts so many more, and says whether these are a flood."""
         if (now := time.monotonic()) > self._since_s + MESSAGES_S:
             self._count, self._since_s = 0, now
         self._count += more

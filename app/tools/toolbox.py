@@ -265,7 +265,7 @@ class Toolbox:
 
 
 def without_sequences(text: str) -> str:
-    """Without the sequences that terminals obey. `clean` would leave what follows their first character."""
+    """A text without the sequences that terminals obey. `clean` would leave what follows their first character."""
     return _SEQUENCES.sub("", text)
 
 

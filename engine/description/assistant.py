@@ -74,7 +74,7 @@ class _AssistantReader(ModelReader):
         return Narrowing(of_embedding, of_hidden, self.weight("nextn.post_projection", width, self.dim))
 
     def _of_model(self, sublayer: Sublayer) -> Sublayer:
-        """With attention that stands a token before its queries."""
+        """A layer whose attention stands a token before its queries."""
         attend = sublayer.operator
         if not isinstance(attend, Attention):
             return sublayer

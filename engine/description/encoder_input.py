@@ -35,7 +35,7 @@ class Grid:
 
     @classmethod
     def of(cls, spec: VisionSpec, width: int, height: int) -> Grid:
-        """That of `width` x `height` pixels, which are the size of an encoder."""
+        """The shape of `width` x `height` pixels, which are the size of an encoder."""
         side = spec.patch * spec.merge
         return cls(height // side, width // side)
 

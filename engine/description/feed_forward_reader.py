@@ -82,8 +82,8 @@ class FeedForwardReader(HeadReader):
         )
 
     def activation(self, i: int, of: str) -> Activation:
-        """That of the experts of layer i, or of the shared one. The file may have a limit of each layer, 0 for none: of
-        gates, or of their SiLU (build_moe_ffn and build_ffn in src/llama-graph.cpp of llama.cpp)."""
+        """The activation of the experts of layer i, or of the shared one. The file may have a limit of each layer, 0
+        for none: of gates, or of their SiLU (build_moe_ffn and build_ffn in src/llama-graph.cpp of llama.cpp)."""
         limit = self._number_of_layer(self.key(f"swiglu_clamp_{of}"), i)
         if limit <= 1e-6 or self.family.activation != "silu":
             return self.family.activation

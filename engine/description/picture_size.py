@@ -37,7 +37,7 @@ class SizeRule:
     longest: int = 0
 
     def __call__(self, width: int, height: int) -> Size:
-        """That of a picture of `width` x `height` pixels."""
+        """The size for a picture of `width` x `height` pixels."""
         align, most = self.align, self.most
         if self.how == "square":
             return most, most
@@ -117,7 +117,7 @@ class TileRule:
     alone: bool = False
 
     def __call__(self, width: int, height: int) -> Cut | None:
-        """That of a picture of `width` x `height` pixels; None if it is not cut."""
+        """The tiles of a picture of `width` x `height` pixels; None if it is not cut."""
         side = self.side
         if max(width, height) <= self.whole:
             return None
@@ -194,13 +194,13 @@ class TileRule:
 
     @property
     def most_tiles(self) -> int:
-        """With the whole picture as one more."""
+        """The largest number of tiles, of which the whole picture is one."""
         count = (-(-self.longest // self.side)) ** 2 if self.how == "longest" else self.most
         return count + 1
 
 
 def _area(width: int, height: int, align: int) -> int:
-    """In pixels, once both sides are the nearest multiples."""
+    """The area in pixels, once both sides are the nearest multiples."""
     across, down = (max(round(side / align) * align, 1) for side in (width, height))
     return across * down
 

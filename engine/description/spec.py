@@ -311,7 +311,7 @@ class ModelSpec:
 
     @property
     def host_tables(self) -> tuple[Weight, ...]:
-        """Those of which a step reads a few rows for each token, so they may stay in the file."""
+        """The tables of which a step reads a few rows for each token, so they may stay in the file."""
         tables = (self.layer_embeddings and self.layer_embeddings.table, self.hashed and self.hashed.table)
         return tuple(table for table in tables if table)
 

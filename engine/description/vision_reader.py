@@ -207,7 +207,7 @@ class _Reader(PlaceReader):
         return SizeRule("square", self.patch, stem_side(self) * stem_patch(self))
 
     def row_shape(self, name: str, size: int) -> tuple[int, ...]:
-        """That of a vector, which some files have as a matrix of one row."""
+        """The shape of a vector, which some files have as a matrix of one row."""
         info = self.file.tensors.get(name)
         return (1, size) if info and len(info.shape) == 2 else (size,)
 
@@ -267,7 +267,7 @@ class _Reader(PlaceReader):
         return self.window > 0 and (i + 1) % self.size("n_wa_pattern") > 0
 
     def reduction(self, layers: int) -> Reduction | None:
-        """That of MiniCPM-V 4.6. Files with `merge` 2 have none."""
+        """The reduction of MiniCPM-V 4.6. Files with `merge` 2 have none."""
         if self.kind != "minicpmv4_6" or self.merge == 2:
             return None
         if self.merge != 4:

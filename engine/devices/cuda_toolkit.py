@@ -86,5 +86,5 @@ def _libraries(folder: Path) -> list[Path]:
 
 
 def _unique(paths: Iterable[Path]) -> list[Path]:
-    """Without repetitions, even by symbolic links. The first of equal paths stays."""
+    """Paths without repetitions, even by symbolic links. The first of equal paths stays."""
     return list({path.resolve(): path for path in reversed(list(paths))}.values())[::-1]

@@ -78,7 +78,7 @@ class _Change:
     right: Floats
 
     def rows(self, rows: range) -> Floats:
-        """Those rows of the product, counted through all experts: (len(rows), columns)."""
+        """These rows of the product, counted through all experts: (len(rows), columns)."""
         each, parts = self.left.shape[1], []
         for expert in range(rows.start // each, (rows.stop - 1) // each + 1):
             first, end = (min(max(row - expert * each, 0), each) for row in (rows.start, rows.stop))

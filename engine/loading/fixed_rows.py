@@ -15,7 +15,7 @@ Floats = NDArray[np.float32]
 
 
 def fixed_rows(weights: FileWeights, spec: VisionSpec) -> dict[FixedRow, Floats]:
-    """Those of an encoder, float32 (out,) each. The matrices that they read are of `HOST_TYPES`."""
+    """The fixed rows of an encoder, float32 (out,) each. The matrices that they read are of `HOST_TYPES`."""
     return {row: _computed(weights, row) for row in spec.ends.rows} if spec.ends else {}
 
 

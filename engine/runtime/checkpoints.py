@@ -82,7 +82,7 @@ class _Checkpoint:
 
     @property
     def length(self) -> int:
-        """In tokens."""
+        """Its length in tokens."""
         return len(self.text) // _ITEM
 
     @property

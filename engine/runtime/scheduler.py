@@ -275,7 +275,7 @@ class Scheduler:
         self._waiting.put_back(job)
 
     def _clients(self) -> list[str]:
-        """Those that have slots, each as often as it has one."""
+        """The clients that have slots, each as often as it has one."""
         return [job.client for _, job in self._live()]
 
     def _reserve(self, sequence: int, n: int) -> bool:

@@ -69,7 +69,7 @@ class ViKeys:
         self._box.move_cursor_relative(rows=-1)
 
     def _delete_word(self) -> None:
-        """With the spaces behind it."""
+        """Deletes a word with the spaces behind it."""
         self._box.action_delete_word_right()
         row, column = self._box.cursor_location
         while self._box.document[row][column : column + 1] == " ":

@@ -9,7 +9,7 @@ from rich.segment import Segment
 
 @lru_cache(1 << 14)
 def _split(segment: Segment, cut: int) -> tuple[Segment, Segment]:
-    """At `cut` cells. A wide character that is cut through becomes two blanks."""
+    """Splits a segment at `cut` cells. A wide character that is cut through becomes two blanks."""
     before, after = (segment.text, "") if cut >= segment.cell_length else split_text(segment.text, cut)
     return Segment(before, segment.style, segment.control), Segment(after, segment.style, segment.control)
 

@@ -114,7 +114,7 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
 
     @property
     def highlighted(self) -> Entry | None:
-        """That of the text in the field: a search that waits is made now."""
+        """The entry that is highlighted for the text in the field: a search that waits is made now."""
         if self._later is not None:
             self._search_now()
         row = self.list.highlighted

@@ -141,7 +141,7 @@ def counted(body: CountBody, service: Service) -> Json:
 
 
 def _user(id: str) -> str:
-    """For whom a client asks. Claude Code sends an object of several ids."""
+    """The user for whom a client asks. Claude Code sends an object of several ids."""
     try:
         ids = msgspec.json.decode(id)
     except (msgspec.DecodeError, RecursionError):

@@ -83,7 +83,7 @@ def asked(body: LmChatBody, service: Service, kept: Conversations, owner: str) -
 
 
 def _parts(items: list[_Item]) -> list[Json]:
-    """In the form of responses. Raises ApiError."""
+    """The parts of a message in the form of responses. Raises ApiError."""
     parts = list[Json]()
     for i, item in enumerate(items):
         if item.type == "image":

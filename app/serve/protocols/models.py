@@ -94,7 +94,7 @@ def _supported(is_so: bool) -> Json:
 
 
 def capabilities(service: Service) -> list[str]:
-    """In Ollama's words."""
+    """What a model can do, in Ollama's words."""
     if service.file.pooling:
         return ["embedding"] if service.file.pooling != "rank" else []
     can = ["completion"]

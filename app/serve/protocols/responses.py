@@ -166,7 +166,8 @@ def _named_item(
 
 
 def _tools(tools: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], Spaces]:
-    """In the form of chat completions. Codex CLI has functions in namespaces: the model sees both names as one."""
+    """Tools in the form of chat completions. Codex CLI has functions in namespaces: the model sees both names as
+    one."""
     made, spaces = list[dict[str, Any]](), Spaces()
     for tool in tools:
         space, inner = tool.get("name"), tool.get("tools")
@@ -181,7 +182,7 @@ def _tools(tools: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], Space
 
 
 def _later_tools(items: Sequence[dict[str, Any]], known: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that items bring, as clients find them while a conversation goes on, each once."""
+    """The tools that items bring, as clients find them while a conversation goes on, each once."""
     found, names = dict[str, dict[str, Any]](), {*map(_kind_and_name, known)}
     for item in items:
         tools = item.get("tools")
@@ -199,7 +200,7 @@ def _named_within(space: str, name: str) -> str:
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """In the form of chat completions, of a kind that is not known its name alone."""
+    """A tool in the form of chat completions; of a kind that is not known, its name alone."""
     tool = nested(tool)
     kind = tool.get("type")
     if kind in ("function", "custom"):

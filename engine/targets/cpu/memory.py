@@ -6,7 +6,7 @@ from engine.targets.memory import TargetMemory
 
 
 def memory_of(lanes: int) -> TargetMemory:
-    """With vectors of `lanes` elements."""
+    """What the kernels take of memory, with vectors of `lanes` elements."""
 
     def matrix_bytes(ggml_type: int, rows: int, cols: int) -> int:
         return StreamSize(ggml_type, lanes).n_bytes(rows, cols)

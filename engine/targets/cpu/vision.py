@@ -190,11 +190,11 @@ class CPUEncoder:
         return mean + self._feed_forward_of(of.feed_forward, joined)
 
     def _feed_forward_of(self, of: PatchFeedForward, x: Floats) -> Floats:
-        """That of all rows at once."""
+        """The feed-forward layer of all rows at once."""
         return self._linear(of.down, *(self._linear(linear, x) for linear in (of.gate, of.up) if linear))
 
     def _set_windows(self, windows: NDArray[np.int32] | None, n: int) -> None:
-        """Those of a picture's patches, of which there are up to n: see `KeyTiles`."""
+        """Sets the windows of a picture's patches, of which there are up to n: see `KeyTiles`."""
         if windows is None:
             return
         lanes = self._lanes

@@ -90,7 +90,7 @@ class GraphEncoder:
         return with_ends(self.spec, embeddings, grid, self._fixed.__getitem__)
 
     def _embeddings(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
-        """Those of the tokens of a picture, or of one tile, (tokens, width), row by row."""
+        """The embeddings of the tokens of a picture, or of one tile, (tokens, width), row by row."""
         spec = self.spec
         grid = Grid.of(spec, rgb.shape[1], rgb.shape[0])
         of = encoder_input(spec, rgb, self._host.__getitem__)

@@ -16,8 +16,8 @@ from engine.targets.nvidia.sublayers.attention import AttentionHandler
 
 
 class BlockTables:
-    """Those of `parallel` sequences, and the kernels that copy blocks. Layers with the same window are a group, and
-    share tables (`engine.runtime.kv_blocks.BlockStore`)."""
+    """The tables of `parallel` sequences, and the kernels that copy blocks. Layers with the same window are a group,
+    and share tables (`engine.runtime.kv_blocks.BlockStore`)."""
 
     def __init__(self, layers: Sequence[AttentionHandler], parallel: int) -> None:
         by_window = {layer.heads.window: layer for layer in layers}

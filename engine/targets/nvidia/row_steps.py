@@ -176,7 +176,7 @@ class RowSteps:
         return self._batch.rows_step(count, limit, ending, checks)
 
     def short_kernels(self) -> KernelSequence:
-        """Those of a step of one row that has a few layers (`DecodeKernels.short_step`)."""
+        """The kernels of a step of one row that has a few layers (`DecodeKernels.short_step`)."""
         return self._one.short_step(Ending(self._slots(1).tensor, self._sampler, _BEST))
 
     def choice_kernels(self, count: int, choice: Choice) -> KernelSequence:

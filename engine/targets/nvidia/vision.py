@@ -77,8 +77,8 @@ def lacks(spec: VisionSpec) -> str:
 
 
 class _Work:
-    """On a picture of so many tokens. `done`: parts of it. `result`: its embeddings, float32 (tokens, width), once all
-    are."""
+    """The work on a picture of so many tokens. `done`: parts of it. `result`: its embeddings, float32 (tokens, width),
+    once all are."""
 
     def __init__(self, steps: PictureSteps, tokens: int) -> None:
         self._steps, self._tokens = steps, tokens

@@ -117,7 +117,7 @@ class GPUModel:
 
     @property
     def of_positions(self) -> Positions | None:
-        """For the kernels of the embedding."""
+        """The table of positions, as the kernels of the embedding take it."""
         if self.positions is None:
             return None
         matrix = self.positions.single_matrix

@@ -124,7 +124,7 @@ class _Recent:
         return zlib.decompress(data)
 
     def size_bytes(self, id: str, owner: str) -> int:
-        """Before it was compressed; 0 if there is none for this owner."""
+        """The size before it was compressed; 0 if there is none for this owner."""
         _, its_owner, size_bytes = self._kept.get(id, _NOTHING)
         return size_bytes if its_owner == owner else 0
 

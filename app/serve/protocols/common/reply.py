@@ -24,7 +24,7 @@ class Reply:
     """Remembers the answers, once all have ended. It is called in a thread, since it takes as long as the text is."""
 
     def begin(self) -> Iterable[Json]:
-        """Before all else, once the first answer has begun."""
+        """What is sent before all else, once the first answer has begun."""
         return ()
 
     def begun(self, i: int, begun: AnswerBegun) -> Iterable[Json]:
@@ -44,7 +44,7 @@ class Reply:
         raise NotImplementedError
 
     def close(self) -> Iterable[Json]:
-        """After all answers, which are remembered then."""
+        """What is sent after all answers, which are remembered then."""
         return ()
 
     def whole(self) -> Json | list[Json]:

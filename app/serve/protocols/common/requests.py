@@ -72,7 +72,7 @@ class Body(Formatted, kw_only=True):
 
     @property
     def asker(self) -> str:
-        """For whom a client asks, by its word; "" if it does not say."""
+        """The user for whom a client asks, by its word; "" if it does not say."""
         return (self.safety_identifier or self.user or "")[:MAX_USER]
 
     @property

@@ -145,7 +145,7 @@ def chosen_tools(raw: list[dict[str, Any]] | None, choice: Choice, form: ToolFor
 
 
 def flat(tool: dict[str, Any]) -> dict[str, Any]:
-    """In the form of responses: with its fields beside the type."""
+    """A tool in the form of responses: with its fields beside the type."""
     tool = nested(tool)
     kind = tool.get("type")
     fields = tool.get(kind) if isinstance(kind, str) else None
@@ -153,7 +153,7 @@ def flat(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def nested(tool: dict[str, Any]) -> dict[str, Any]:
-    """In the form of chat completions. Some clients send the forms of responses and messages here: `name` and
+    """A tool in the form of chat completions. Some clients send the forms of responses and messages here: `name` and
     `parameters` (or `input_schema`) beside the type, which may be missing."""
     kind = tool.get("type", "function")
     if kind not in ("function", "custom") or kind in tool or not isinstance(tool.get("name"), str):

@@ -44,7 +44,7 @@ class Rates:
         return Rates(*(faster(x, y) for x, y, faster in pairs))
 
     def settled(self, estimate: Rates) -> Rates:
-        """With the numbers of the `estimate` that are near."""
+        """These rates, with the numbers of the `estimate` where they are near."""
         pairs = zip(astuple(self), astuple(estimate), strict=True)
         return Rates(*(y if max(x / y, y / x) < _NEAR else x for x, y in pairs))
 

@@ -266,7 +266,7 @@ class _FlashBlock(DecodeBlock):
         ]
 
     def _loads(self, one: Callable[[UOp], Loads], round_: UOp | int) -> Loads:
-        """Those of all steps of a round."""
+        """The loads of all steps of a round."""
         of_steps = [one(step) for step in self._steps_of(round_)]
         return [[x for step in of_steps for x in step[k]] for k in range(len(of_steps[0]))]
 

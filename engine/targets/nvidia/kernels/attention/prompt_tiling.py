@@ -42,8 +42,8 @@ class PromptTiling:
         return 16 * self.rows * max(1, self.units // heads.shared_by)
 
     def narrowed(self, heads: Heads) -> PromptTiling:
-        """With as many warps as have queries of at most `PIECE_ROWS` tokens; the more parts of keys each then has to
-        copy, the smaller the steps."""
+        """The tiling with as many warps as have queries of at most `PIECE_ROWS` tokens; the more parts of keys each
+        then has to copy, the smaller the steps."""
         fewer = (replace(self, warps=n * self.across) for n in range(self.units, 0, -1))
         narrow = next(t for t in fewer if 0 < t.span(heads) <= PIECE_ROWS)
         steps = max(1, self.steps * narrow.warps // self.warps)

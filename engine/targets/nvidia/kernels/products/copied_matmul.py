@@ -56,7 +56,7 @@ class CopiedTiles(WarpgroupTiles):
 
     @property
     def buffers(self) -> int:
-        """Those of steps ahead, and of two that products may still read."""
+        """How many buffers there are: those of steps ahead, and of two that products may still read."""
         return self.depth + 2
 
     @property

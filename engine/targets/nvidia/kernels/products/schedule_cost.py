@@ -217,7 +217,7 @@ def _registers(stack: StackedMatrices, s: Schedule) -> float:
 
 
 def _held_registers(s: Schedule) -> int:
-    """Those of a thread that its held blocks leave to the compiler."""
+    """The registers of a thread that its held blocks leave to the compiler."""
     of_scheduler = math.ceil(s.blocks * _warps(s) / _SCHEDULERS)  # warps
     return min(255, REGISTERS // _SCHEDULERS // (of_scheduler * 32) // 8 * 8)
 

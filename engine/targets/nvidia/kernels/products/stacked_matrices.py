@@ -56,7 +56,7 @@ class Schedule:
 
     @property
     def name(self) -> str:
-        """For the name of a kernel."""
+        """What stands for the schedule in the name of a kernel."""
         name = f"{self.threads}_{self.groups}_{self.rows}" + "_early" * self.early
         name += (
             _RELEASES[self.releases] * (self.releases != usual_release(self.early)) + "_end" * self.early_end

@@ -122,7 +122,8 @@ def warpgroup_tiles(
         return tiles.steps(units) * step * slower + sums / rates.copy_gbps / 1e3
 
     def deep(tiles: WarpgroupTiles, rows: int) -> WarpgroupTiles:
-        """With more loads under way, which take registers: of floats if as many rounds of blocks then fit at a time."""
+        """The tiles with more loads under way, which take registers: of floats if as many rounds of blocks then fit at
+        a time."""
         is_few, blocks = tiles.tokens == LEAST_TOKENS, rounds(tiles, rows)
         if tiles.tall * tiles.groups > 1:
             return tiles

@@ -102,7 +102,8 @@ class ConvolvedMemory(StateMemory):
         return channel, None if self.channels % _THREADS == 0 else channel < self.channels
 
     def convolved(self, runs: Runs, memory: UOp, sums: Sequence[UOp], prompt: UOp, weights: UOp) -> Convolved:
-        """In a grid of channels and rows. `weights`: float32 (channels, taps); the others as in `keep_inputs`."""
+        """What a thread works on in a grid of channels and rows. `weights`: float32 (channels, taps); the others as in
+        `keep_inputs`."""
         (channel, ok), row = self.channel, UOp.special(runs.tokens, "gidx1")
         piece = Piece.of(prompt, row, runs.tokens, MAX_POSITION)
         before = self.state_at(piece.position, sequence_of(self, prompt, piece.sequence_at))

@@ -66,7 +66,7 @@ class _Added:
         return added
 
     def with_own(self, added: Sequence[list[UOp]], values: Sequence[UOp], weight: UOp) -> list[list[UOp]]:
-        """With the stream's own values, normed."""
+        """`added`, with the stream's own values, normed."""
         return self._normed(added, values, weight, self.posts)
 
     def _normed(
