@@ -18,7 +18,7 @@ chat:
 
 serve:
 	@BACKEND=$(BACKEND) .ci/setup serve
-	@$(PYTHON) -m app serve $(if $(MODEL),--model "$(MODEL)") --backend $(BACKEND) $(ARGS) || [ $$? -eq 130 ] # Ctrl+C
+	@$(PYTHON) -m app serve $(if $(MODEL),--model "$(MODEL)") --backend $(BACKEND) $(ARGS) || { code=$$?; [ $$code -eq 130 ] || exit $$code; } # Ctrl+C
 
 # The tests run on the CPU backend.
 test:
