@@ -82,6 +82,11 @@ class PatchAttention:
     kv_heads: int = 0
 
     @property
+    def sharing(self) -> int:
+        """How many heads of queries have the same keys and values."""
+        return self.heads // (self.kv_heads or self.heads)
+
+    @property
     def norms_all_heads(self) -> bool:
         """Whether queries and keys are normed over all heads."""
         weight = self.q_norm.weight if self.q_norm else None

@@ -21,8 +21,6 @@ def lacks(spec: VisionSpec) -> str:
         return "an encoder before the encoder" if isinstance(spec.stem, Stem) else "a net of convolutions"
     if any(isinstance(step, WindowQueries) for step in spec.projector_steps):
         return "queries of windows"
-    if any(a.kv_heads for a in attention):
-        return "fewer heads of keys than of queries"
     if any(a.norms_all_heads for a in attention):
         return "a norm over all heads"
     return "attention with a single head" if any(a.heads == 1 for a in attention) else ""

@@ -221,7 +221,7 @@ class CPUEncoder:
     def _attention(self, sublayer: PatchSublayer, a: PatchAttention) -> Iterator[KernelSequence]:
         heads = PatchHeads(
             a.heads, a.head_dim, a.scale, row_norm(a.q_norm), row_norm(a.v_norm), bool(self._turns),
-            any(linear.outputs for linear in (a.q, a.k, a.v)), self._lanes,
+            any(linear.outputs for linear in (a.q, a.k, a.v)), self._lanes, a.sharing,
         )  # fmt: skip
         q, keys = (self._whole(name, a.heads * a.head_dim) for name in ("q", "keys"))
         v = self._whole("values", a.heads * heads.padded_dim)

@@ -210,6 +210,7 @@ class PictureSteps:
             (norms[0], norms[1], norms[2]),
             bool(self._turns),
             a.scale,
+            a.sharing,
         )
         operands = self._buffer("operands", 3 * heads.size(size), dtypes.float16)
         bias, limits = self._biases(linears), self._limits(linears)

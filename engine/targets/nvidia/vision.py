@@ -69,8 +69,6 @@ def lacks(spec: VisionSpec) -> str:
     if any(projector.earlier for projector in spec.projectors):
         return "a projector of several layers"
     attention = [s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention)]
-    if any(a.kv_heads for a in attention):
-        return "fewer heads of keys than of queries"
     if any(a.norms_all_heads for a in attention):
         return "a norm over all heads"
     return "heads of more than 256 elements" if any(a.head_dim > 256 for a in attention) else ""

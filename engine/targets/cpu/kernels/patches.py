@@ -139,7 +139,8 @@ def add_rows(norm: RowNorm | None, clamps: bool, lanes: int) -> KernelFunction:
 @dataclass(frozen=True)
 class PatchHeads:
     """Heads of attention: the norm of queries and keys over a head and that of values, whether queries and keys are
-    rotated, and whether the results of these products are clamped."""
+    rotated, and whether the results of these products are clamped. So many heads, `sharing` ones, have the same keys
+    and values."""
 
     heads: int
     dim: int
@@ -149,6 +150,7 @@ class PatchHeads:
     turned: bool
     clamps: bool
     lanes: int
+    sharing: int = 1
 
     @property
     def padded_dim(self) -> int:
@@ -194,7 +196,8 @@ def split_heads(h: PatchHeads) -> KernelFunction:
             row = (first + i) * lanes + token
             tile = head * of_head + start // lanes + first + i
             for which, (out, norm) in enumerate(zip((q, key, v), norms, strict=True)):
-                at = row * (3 * h.width) + which * h.width + head * h.dim
+                of_products = head // h.sharing if which and h.sharing > 1 else head
+                at = row * (3 * h.width) + which * h.width + of_products * h.dim
 
                 def value(column: Index, at: UOp = at, which: int = which) -> UOp:
                     x = k.vector(y, at + column, n)

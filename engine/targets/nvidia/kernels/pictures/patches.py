@@ -287,13 +287,15 @@ def scale_rows(size: int, cols: int, factor: float, has_minus: bool, has_times: 
 @dataclass(frozen=True)
 class PatchHeads:
     """The heads of an encoder's attention. `norms`: the epsilons of the norms of queries, keys and values over a head
-    (None: no norm); queries and keys have weights. `turns`: queries and keys are rotated. `scale`: of scores."""
+    (None: no norm); queries and keys have weights. `turns`: queries and keys are rotated. `scale`: of scores. So many
+    heads, `sharing` ones, have the same keys and values."""
 
     count: int
     dim: int
     norms: tuple[float | None, float | None, float | None]
     turns: bool
     scale: float
+    sharing: int = 1
 
     @property
     def padded(self) -> int:
@@ -346,7 +348,9 @@ def rotate_patches(
         live = inside & (row < (n + (ROWS - 1)) // ROWS * ROWS)
         ok = inside & (row < n)
         which, head = (section // h.count).minimum(2), section % h.count
-        pair = [runs.load(sums, bias, row, section * h.dim + e, ok) for e in (d, d + half)]
+        of_keys = h.count + ((which - 1) * h.count + head) // h.sharing
+        column = (section if h.sharing == 1 else which.eq(0).where(head, of_keys)) * h.dim
+        pair = [runs.load(sums, bias, row, column + e, ok) for e in (d, d + half)]
         pair = [clamped(x, limits, which * 2) for x in pair]
         if any(h.norms):
             squares = shared(per_block * half, 0)
