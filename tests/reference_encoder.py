@@ -188,12 +188,10 @@ class ReferenceEncoder:
         k, count, kernels = of.kernel, -(-len(x) // of.stride), self._matrix(of.weight)
         room = max((count - 1) * of.stride + k - len(x), 0)
         edge = (room // 2, room - room // 2)
-        x, out = np.pad(x, (edge, edge, (0, 0))), np.empty((count, count, of.weight.rows), np.float32)
-        for i, j in np.ndindex(count, count):
-            around = x[i * of.stride : i * of.stride + k, j * of.stride : j * of.stride + k].transpose(
-                2, 0, 1
-            )
-            out[i, j] = (around.reshape(-1, k * k) * kernels).sum(1) if of.deep else kernels @ around.ravel()
+        around = np.lib.stride_tricks.sliding_window_view(np.pad(x, (edge, edge, (0, 0))), (k, k), (0, 1))
+        around = around[:: of.stride, :: of.stride].reshape(count, count, -1, k * k)
+        flat = around.reshape(count, count, -1)
+        out = np.einsum("yxck,ck->yxc", around, kernels) if of.deep else flat @ kernels.T
         out = out + self._vector(of.bias) if of.bias else out
         out = self._normed(out, of.norm) if of.norm else out
         return activated(out, "gelu") if of.activates else out

@@ -35,7 +35,7 @@ def read_net(reader: ProjectorReader, side: int) -> ConvolutionNet:
             read.append(len(blocks) - 1)
             sides.append(net.side)
             widths.append(net.channels)
-    if any(sides[0] % n for n in sides) or sides[0] % TOKENS_A_SIDE:
+    if any(sides[0] % n for n in sides) or sides[0] % TOKENS_A_SIDE or side % TOKENS_A_SIDE:
         raise damaged(reader.file.path, f"its pictures of {side} pixels a side become {sides} rows")
     net.side, net.channels = sides[0], sum(widths)
     last = ImageBlock(

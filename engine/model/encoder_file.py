@@ -82,7 +82,7 @@ class EncoderFile:
         """The memory that the encoder takes, its weights and roughly what it computes the largest picture with."""
         of_stem = 3 * 4 * SCORES if self.spec.stem else 0  # scores of its patches, and what becomes of them
         if Device.DEFAULT.startswith("CPU"):
-            return self.spec.n_bytes + scratch_bytes(self.spec) + of_stem
+            return self.spec.n_bytes + scratch_bytes(self.spec) + (of_stem if lacks_on_cpus(self.spec) else 0)
         hidden = max(weight.rows for weight in self.spec.weights())
         return self.spec.n_bytes + 4 * self.spec.most_patches * (5 * self.spec.dim + 2 * hidden) + of_stem
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from engine.description.vision import Linear, PatchAttention, Stem, VisionSpec, WindowQueries
+from engine.description.vision import ConvolutionNet, Linear, PatchAttention, Stem, VisionSpec, WindowQueries
 from engine.formats.dequantize import HOST_TYPES
 from engine.formats.ggml_types import TYPES
+from engine.targets.cpu.convolution_net import scratch_elements
 from engine.targets.cpu.kernels.lanes import MOST_TILES, register_lanes
 from engine.targets.cpu.kernels.patches import stride_of
 from engine.targets.cpu.kernels.thread_pool import default_pool
@@ -17,13 +18,11 @@ def lacks(spec: VisionSpec) -> str:
     if any(TYPES[weight.type].name not in HOST_TYPES for weight in turned):
         return "a quantized matrix with a row for each input"
     attention = [s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention)]
-    if spec.stem:
-        return "an encoder before the encoder" if isinstance(spec.stem, Stem) else "a net of convolutions"
+    if isinstance(spec.stem, Stem):
+        return "an encoder before the encoder"
     if any(isinstance(step, WindowQueries) for step in spec.projector_steps):
         return "queries of windows"
-    if any(a.norms_all_heads for a in attention):
-        return "a norm over all heads"
-    return "attention with a single head" if any(a.heads == 1 for a in attention) else ""
+    return "a norm over all heads" if any(a.norms_all_heads for a in attention) else ""
 
 
 def scratch_bytes(spec: VisionSpec) -> int:
@@ -38,4 +37,6 @@ def scratch_bytes(spec: VisionSpec) -> int:
     scores = 4 * default_pool().count * (1.5 * lanes + 1)
     widths = {stride_of(n) for weight in spec.weights() for n in (weight.rows, weight.cols)}
     whole = most_rows(spec, lanes) * (stride_of(spec.dim) + of_heads + 2 * half + 1 + windows + scores)
+    if isinstance(spec.stem, ConvolutionNet):
+        whole += scratch_elements(spec.stem, spec.patch * spec.stem.side, lanes)
     return 4 * int(whole + 4 * MOST_TILES * lanes * sum(widths))

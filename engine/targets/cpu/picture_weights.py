@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Tensor
 
-from engine.description.vision import Linear
+from engine.description.vision import ImageStep, Linear
 from engine.formats.dequantize import dequantized
 from engine.loading.weights import FileWeights
 from engine.targets.cpu.kernels.activations import buffer_names
@@ -62,11 +62,41 @@ class PictureWeights:
         if linear.transposed:
             raw, type = _transposed(raw, type, cols)
             rows, cols, sources = cols, rows, np.arange(stride_of(cols), dtype=np.int32)
+        made = self._packed(raw, type, rows, cols, sources)
+        self._weights.release(weight, every)
+        return made
+
+    def convolution(self, step: ImageStep) -> PictureMatrix:
+        """The columns of a convolution place by place, as `gather` puts channels, each a row of an image; in a file
+        they are channel by channel."""
+        weight, places = step.weight, step.kernel**2
+        if places == 1:
+            return self.matrix(Linear(weight))
+        every, channels = range(weight.rows), weight.cols // places
+        raw = (
+            self._weights.read(weight, every).reshape(weight.rows, channels, places, -1).transpose(0, 2, 1, 3)
+        )
+        raw = np.pad(raw, ((0, 0), (0, 0), (0, stride_of(channels) - channels), (0, 0)))
+        cols, sources = places * stride_of(channels), np.arange(stride_of(weight.rows), dtype=np.int32)
+        made = self._packed(raw.reshape(weight.rows, -1), weight.type, weight.rows, cols, sources)
+        self._weights.release(weight, every)
+        return made
+
+    def of_channels(self, step: ImageStep) -> NDArray[np.float32]:
+        """The weights of a convolution of single channels, float32 (kernel², stride)."""
+        every = range(step.weight.rows)
+        raw = np.ascontiguousarray(self._weights.read(step.weight, every))
+        weights = dequantized(raw, step.weight.type).reshape(step.weight.rows, -1).T
+        self._weights.release(step.weight, every)
+        return np.pad(weights, ((0, 0), (0, stride_of(step.weight.rows) - step.weight.rows)))
+
+    def _packed(
+        self, raw: NDArray[np.uint8], type: int, rows: int, cols: int, sources: NDArray[np.int32]
+    ) -> PictureMatrix:
         layout = LaneLayout(type, self._lanes)
         missing = 0 if layout.format else (stride_of(cols) - cols) * layout.dtype.itemsize
         raw = np.pad(raw, ((0, len(sources) - rows), (0, missing)))
         stream = repack(self._pool, raw.reshape(-1), layout, sources, stride_of(cols))
-        self._weights.release(weight, every)
         return PictureMatrix(layout, rows, stride_of(cols), stream)
 
 

@@ -8,20 +8,18 @@ memory: they are compiled once, when the encoder is opened, for pictures of all 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product as product_of
 
 import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
-from tinygrad.dtype import DType
 
 from engine.description.encoder_input import Floats, Grid, as_read, encoder_input, normed, waves
 from engine.description.vision import (
     Activate,
     Activation,
     Affine,
-    Limits,
+    ConvolutionNet,
     Linear,
     Merge,
     Norm,
@@ -38,39 +36,15 @@ from engine.description.vision import (
 from engine.loading.fixed_rows import fixed_rows
 from engine.loading.weights import FileWeights
 from engine.runtime.pictures import Pixels, Progress, part_by_part
+from engine.targets.cpu.convolution_net import CPUNet
 from engine.targets.cpu.kernels import memory
-from engine.targets.cpu.kernels.activations import buffer_type
-from engine.targets.cpu.kernels.kernel_sequence import CompiledSequence, KernelSequence
-from engine.targets.cpu.kernels.lanes import MOST_TILES, register_lanes
-from engine.targets.cpu.kernels.patch_attention import attend
-from engine.targets.cpu.kernels.patches import (
-    FIRST,
-    PatchHeads,
-    Preparation,
-    RowNorm,
-    add_rows,
-    prepare,
-    split_heads,
-    stride_of,
-)
-from engine.targets.cpu.kernels.product import product, shape_of, span_of
-from engine.targets.cpu.kernels.rounded_attention import attend_rounded, round_heads, rounds
-from engine.targets.cpu.kernels.step_state import TILES
-from engine.targets.cpu.kernels.stream_size import UNIT
-from engine.targets.cpu.kernels.thread_pool import default_pool
-from engine.targets.cpu.picture_chunks import chunks_of, most_rows
-from engine.targets.cpu.picture_weights import PictureMatrix, PictureWeights
-
-_HIDDEN = -1e30  # added to the scores of patches that are none
-
-
-@dataclass
-class Rows:
-    """Rows of patches in memory, float32 (rows, stride): those of a chunk, or of a `whole` picture."""
-
-    data: Tensor
-    cols: int
-    whole: bool = False
+from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
+from engine.targets.cpu.kernels.patch_attention import HIDDEN, attend
+from engine.targets.cpu.kernels.patches import PatchHeads, add_rows, split_heads, stride_of
+from engine.targets.cpu.kernels.rounded_attention import attend_rounded, round_queries, round_values, rounds
+from engine.targets.cpu.picture_chunks import chunks_of
+from engine.targets.cpu.picture_kernels import PictureKernels, Rows, row_norm
+from engine.targets.cpu.picture_weights import PictureMatrix
 
 
 class CPUEncoder:
@@ -78,21 +52,15 @@ class CPUEncoder:
 
     def __init__(self, weights: FileWeights, spec: VisionSpec) -> None:
         """Raises ModelFileError."""
-        self.spec, self._lanes, self._pool = spec, register_lanes(), default_pool()
-        self._vectors = {vector: weights.vector(vector) for vector in spec.vectors()}
-        self._fixed = fixed_rows(weights, spec)
-        self._weights = PictureWeights(weights, self._pool, self._lanes)
-        self._parts = 4 * self._pool.count
-        self._most_rows = most_rows(spec, self._lanes)
-        self._buffers: dict[tuple[str, int, DType], Tensor] = {}
-        self._sizes: dict[tuple[int, ...], Tensor] = {}
-        self._x = Rows(self._whole("x", stride_of(spec.dim)), spec.dim, whole=True)
-        self._state, self._tiles = memory.zeros(FIRST + 1, dtypes.int32), memory.zeros(1, dtypes.int32)
-        self._hidden = self._whole("hidden", 1)
+        self.spec, self._kernels, self._fixed = spec, PictureKernels(weights, spec), fixed_rows(weights, spec)
+        self._lanes, self._vectors = self._kernels.lanes, self._kernels.vectors
+        self._x = Rows(self._kernels.whole("x", stride_of(spec.dim)), spec.dim, whole=True)
+        self._tiles = memory.zeros(2, dtypes.int32)
+        self._hidden = self._kernels.whole("hidden", 1)
         half = len(spec.rotations.by_row) if spec.rotations else 0
-        self._turns = [self._whole(name, half) for name in ("cos", "sin")] if half else []
+        self._turns = [self._kernels.whole(name, half) for name in ("cos", "sin")] if half else []
         types = {"firsts": dtypes.int32, "windows": dtypes.float32} if spec.has_windows else {}
-        self._windows = [self._whole(name, 1, type) for name, type in types.items()]
+        self._windows = [self._kernels.whole(name, 1, type) for name, type in types.items()]
         sequences = [list(self._kernels_of(sublayer)) for sublayer in spec.sublayers]
         inner = [spec.reduction.feed_forward] if spec.reduction else []
         steps = [*(Linear(kernel) for kernel in spec.kernels), *inner, *spec.projector_steps]
@@ -107,8 +75,16 @@ class CPUEncoder:
                 linears[step.down] = self._linear_kernels(step.down, step.activation, step.gate is not None)
             elif isinstance(step, QueryAttention):
                 linears |= {of: self._linear_kernels(of, None) for of in (step.q, step.k, step.v, step.o)}
+        self._net = (
+            CPUNet(spec.stem, spec.patch * spec.stem.side, self._kernels)
+            if isinstance(spec.stem, ConvolutionNet)
+            else None
+        )
         every = [s for of in sequences for s in of] + [s for _, s, _ in linears.values()]
-        self._pool.compile([kernel for sequence in every for kernel in sequence.kernels])  # all at once
+        every += self._net.sequences if self._net else []
+        self._kernels.pool.compile(
+            [kernel for sequence in every for kernel in sequence.kernels]
+        )  # all at once
         self._sequences = [[sequence.compile() for sequence in of] for of in sequences]
         self._linears = {step: (rows, s.compile(), out) for step, (rows, s, out) in linears.items()}
 
@@ -123,8 +99,11 @@ class CPUEncoder:
         chunks = list(chunks_of(len(of.patches), self._lanes))
         total = self._n_parts(len(of.patches))
         yield Progress(0, total)
-        first, *more = (self._linear(Linear(kernel), of.patches) for kernel in spec.kernels)
-        x = sum(more, start=first)
+        if self._net:
+            x = yield from self._net.run(of.patches, total)
+        else:
+            first, *more = (self._linear(Linear(kernel), of.patches) for kernel in spec.kernels)
+            x = sum(more, start=first)
         if spec.bias:
             x += self._vectors[spec.bias]
         is_later = spec.positions is not None and spec.positions.after_norm
@@ -138,12 +117,16 @@ class CPUEncoder:
             assert angles is not None
             memory.view(turns)[: angles.size] = angles.reshape(-1)
         self._set_windows(of.windows, chunks[-1].stop)
-        done, parts, earlier = 0, dict[Projector, Floats](), dict[int, Floats]()
+        done, parts, earlier = (
+            self._net.count if self._net else 0,
+            dict[Projector, Floats](),
+            dict[int, Floats](),
+        )
         for sublayers, sequences in enumerate([[], *self._sequences]):
             for sequence, chunk in product_of(sequences, chunks):
                 if done:  # the first part had the patches
                     yield Progress(done, total)
-                self._run(sequence, chunk)
+                self._kernels.run(sequence, chunk)
                 done += 1
             if spec.reduction and sublayers == spec.reduction.sublayers:
                 x = self._reduced(spec.reduction, self._rows(len(x)))
@@ -167,7 +150,8 @@ class CPUEncoder:
         """The parts of the work of n patches: sublayers by chunks, and the first projector."""
         before = self.spec.reduction.sublayers if self.spec.reduction else len(self._sequences)
         of = (n, self._sequences[:before]), (n // self.spec.square**2, self._sequences[before:])
-        return 1 + sum(len([*chunks_of(k, self._lanes)]) * sum(map(len, sequences)) for k, sequences in of)
+        of_layers = sum(len([*chunks_of(k, self._lanes)]) * sum(map(len, sequences)) for k, sequences in of)
+        return 1 + of_layers + (self._net.count if self._net else 0)
 
     def _rows(self, n: int) -> Floats:
         """The first n rows of the stream."""
@@ -180,7 +164,7 @@ class CPUEncoder:
         self._rows(n)[:] = x
         memory.view(self._x.data).reshape(-1, stride_of(self.spec.dim))[n:end] = 0
         memory.view(self._tiles)[:] = end // self._lanes
-        memory.view(self._hidden)[:end] = np.where(np.arange(end) < n, 0, _HIDDEN)
+        memory.view(self._hidden)[:end] = np.where(np.arange(end) < n, 0, HIDDEN)
 
     def _reduced(self, of: Reduction, x: Floats) -> Floats:
         """See `Reduction`."""
@@ -204,11 +188,6 @@ class CPUEncoder:
         memory.view(self._windows[0])[: 1 + n // lanes] = [count, *np.minimum(first, n // lanes - count)]
         memory.view(self._windows[1])[:n] = numbers
 
-    def _run(self, sequence: CompiledSequence, chunk: range) -> None:
-        state = memory.view(self._state)
-        state[TILES], state[FIRST] = len(chunk) // self._lanes, chunk.start
-        sequence()
-
     # --- the kernels of sublayers ------------------------------------------------------------------------
 
     def _kernels_of(self, sublayer: PatchSublayer) -> Iterator[KernelSequence]:
@@ -223,65 +202,79 @@ class CPUEncoder:
             a.heads, a.head_dim, a.scale, row_norm(a.q_norm), row_norm(a.v_norm), bool(self._turns),
             any(linear.outputs for linear in (a.q, a.k, a.v)), self._lanes, a.sharing,
         )  # fmt: skip
-        q, keys = (self._whole(name, a.heads * a.head_dim) for name in ("q", "keys"))
-        v = self._whole("values", a.heads * heads.padded_dim)
-        sequence, joined = KernelSequence(self._pool), self._chunk("joined", 3 * heads.width)
+        q, keys = (
+            self._kernels.whole(name, n * a.head_dim)
+            for name, n in (("q", a.heads), ("keys", heads.kv_heads))
+        )
+        v = self._kernels.whole("values", heads.kv_heads * heads.padded_dim)
+        sequence, joined = self._kernels.sequence(), self._kernels.chunk("joined", 3 * heads.width)
         last = None
         for i, linear in enumerate((a.q, a.k, a.v)):
-            matrix = self._weights.matrix(linear)
+            matrix = self._kernels.weights.matrix(linear)
             inputs = matrix.inputs, linear.inputs
             if inputs != last:
-                self._prepare(sequence, matrix, self._x, sublayer.norm, limits=(None, None, linear.inputs))
-            self._product(sequence, linear, matrix, joined, i * heads.width, 3 * heads.width, inputs == last)
+                self._kernels.prepare(
+                    sequence, matrix, self._x, sublayer.norm, limits=(None, None, linear.inputs)
+                )
+            self._kernels.product(
+                sequence, linear.bias, matrix, joined, i * heads.width, 3 * heads.width, inputs == last
+            )
             last = inputs
-        norms = [v for norm in (a.q_norm, a.k_norm, a.v_norm) for v in self._vectors_of(norm)]
-        limits = self._limits([linear.outputs for linear in (a.q, a.k, a.v)])
+        norms = [v for norm in (a.q_norm, a.k_norm, a.v_norm) for v in self._kernels.vectors_of(norm)]
+        limits = self._kernels.limits([linear.outputs for linear in (a.q, a.k, a.v)])
         sequence.add(
-            split_heads(heads), q, keys, v, self._tiles, self._state, joined, *self._turns, *norms, *limits,
-            parts=self._parts,
+            split_heads(heads), q, keys, v, self._tiles, self._kernels.state, joined, *self._turns, *norms, *limits,
+            parts=self._kernels.parts,
         )  # fmt: skip
-        is_rounded = rounds(heads) and not self.spec.is_float32
+        is_rounded = rounds(heads) and self._kernels.rounds_attention
         if is_rounded:
             floats = q, keys, v
             q, keys, v = (
-                self._whole(f"rounded {i}", x.max_numel() // self._most_rows, dtypes.int16)
+                self._kernels.whole(f"rounded {i}", x.max_numel() // self._kernels.most_rows, dtypes.int16)
                 for i, x in enumerate(floats)
             )
-            scales = [self._whole(f"scales {i}", a.heads) for i in range(3)]
-            sequence.add(
-                round_heads(heads), q, keys, v, *scales, *floats, self._tiles, self._state, parts=self._parts
-            )
+            scales = [self._kernels.whole(f"scales {i}", a.heads) for i in range(3)]
+            rounding = round_queries(heads), round_queries(heads.of_keys), round_values(heads)
+            for kernel, out, scale, floating in zip(rounding, (q, keys, v), scales, floats, strict=True):
+                sequence.add(
+                    kernel, out, scale, floating, self._tiles, self._kernels.state,
+                    parts=self._kernels.parts, concurrent=kernel is not rounding[0],
+                )  # fmt: skip
         yield sequence
-        sequence, width = KernelSequence(self._pool), a.heads * a.head_dim
-        out = self._chunk("attended", heads.width)
-        scratch, of_keys = [self._whole("scores", self._parts * self._lanes)], [q, keys, v]
+        sequence, width = self._kernels.sequence(), a.heads * a.head_dim
+        out = self._kernels.chunk("attended", heads.width)
+        scratch, of_keys = [self._kernels.whole("scores", self._kernels.parts * self._lanes)], [q, keys, v]
         if is_rounded:
-            scratch.append(self._whole("weights", self._parts * self._lanes, dtypes.int16))
-            scratch.append(self._whole("weight scales", self._parts))
+            scratch.append(self._kernels.whole("weights", self._kernels.parts * self._lanes, dtypes.int16))
+            scratch.append(self._kernels.whole("weight scales", self._kernels.parts))
             of_keys += scales
         sequence.add(
             (attend_rounded if is_rounded else attend)(heads, a.windowed), out, *scratch, *of_keys, self._hidden,
-            self._tiles, self._state, *(self._windows if a.windowed else ()), parts=self._parts,
+            self._tiles, self._kernels.state, *(self._windows if a.windowed else ()), parts=self._kernels.parts,
         )  # fmt: skip
-        matrix = self._weights.matrix(a.o)
-        self._prepare(sequence, matrix, Rows(out, width), limits=(None, None, a.o.inputs))
+        matrix = self._kernels.weights.matrix(a.o)
+        self._kernels.prepare(sequence, matrix, Rows(out, width), limits=(None, None, a.o.inputs))
         self._finish(sequence, sublayer, a.o, matrix)
         yield sequence
 
     def _feed_forward(self, sublayer: PatchSublayer, of: PatchFeedForward) -> KernelSequence:
-        sequence, last = KernelSequence(self._pool), None
+        sequence, last = self._kernels.sequence(), None
         hidden: list[Rows] = []
         for linear in (of.gate, of.up) if of.gate else (of.up,):
-            matrix = self._weights.matrix(linear)
+            matrix = self._kernels.weights.matrix(linear)
             inputs = matrix.inputs, linear.inputs
             if inputs != last:
-                self._prepare(sequence, matrix, self._x, sublayer.norm, limits=(None, None, linear.inputs))
-            rows = Rows(self._chunk(f"hidden {len(hidden)}", matrix.stride), matrix.rows)
-            self._product(sequence, linear, matrix, rows.data, concurrent=inputs == last)
+                self._kernels.prepare(
+                    sequence, matrix, self._x, sublayer.norm, limits=(None, None, linear.inputs)
+                )
+            rows = Rows(self._kernels.chunk(f"hidden {len(hidden)}", matrix.stride), matrix.rows)
+            self._kernels.product(sequence, linear.bias, matrix, rows.data, concurrent=inputs == last)
             hidden, last = [*hidden, rows], inputs
-        down = self._weights.matrix(of.down)
+        down = self._kernels.weights.matrix(of.down)
         outputs = (of.gate.outputs, of.up.outputs) if of.gate else (of.up.outputs, None)
-        self._prepare(sequence, down, *hidden, activation=of.activation, limits=(*outputs, of.down.inputs))
+        self._kernels.prepare(
+            sequence, down, *hidden, activation=of.activation, limits=(*outputs, of.down.inputs)
+        )
         self._finish(sequence, sublayer, of.down, down)
         return sequence
 
@@ -289,55 +282,12 @@ class CPUEncoder:
         self, sequence: KernelSequence, sublayer: PatchSublayer, linear: Linear, matrix: PictureMatrix
     ) -> None:
         """The last product of a sublayer, and its sum with the picture's rows."""
-        out, norm = self._chunk("out", matrix.stride), sublayer.post_norm
-        self._product(sequence, linear, matrix, out)
+        out, norm = self._kernels.chunk("out", matrix.stride), sublayer.post_norm
+        self._kernels.product(sequence, linear.bias, matrix, out)
         sequence.add(
             add_rows(row_norm(norm), bool(linear.outputs), self._lanes),
-            self._x.data, self._row_sizes(self.spec.dim), self._state, out, *self._vectors_of(norm),
-            *self._limits([linear.outputs]), parts=self._parts,
-        )  # fmt: skip
-
-    def _prepare(
-        self,
-        sequence: KernelSequence,
-        matrix: PictureMatrix,
-        rows: Rows,
-        others: Rows | Norm | None = None,
-        *,
-        activation: Activation | None = None,
-        limits: tuple[Limits | None, Limits | None, Limits | None] = (None, None, None),
-    ) -> None:
-        """The activations of a product with `matrix`: see `Preparation`."""
-        norm, gated = (others, None) if isinstance(others, Norm) else (None, others)
-        clamps = (bool(limits[0]), bool(limits[1]), bool(limits[2]))
-        how = Preparation(matrix.inputs, rows.whole, row_norm(norm), activation, gated is not None, clamps)
-        sequence.add(
-            prepare(how, self._lanes), *self._activations(matrix), self._row_sizes(rows.cols), self._state,
-            rows.data, *([gated.data] if gated else []), *self._vectors_of(norm), *self._limits(limits),
-            parts=self._parts,
-        )  # fmt: skip
-
-    def _product(
-        self,
-        sequence: KernelSequence,
-        linear: Linear,
-        matrix: PictureMatrix,
-        out: Tensor,
-        first: int = 0,
-        width: int = 0,
-        concurrent: bool = False,
-    ) -> None:
-        """`first` and `width`: the column of the output at which the result begins, and the columns of the output."""
-        shape = shape_of(matrix.stride, matrix.cols, matrix.layout, False, first, width or matrix.stride)
-        bias = (
-            self._padded(self._vectors[linear.bias]) if linear.bias else np.zeros(matrix.stride, np.float32)
-        )
-        added = np.zeros(width or matrix.stride, np.float32)
-        added[first : first + len(bias)] = bias
-        kernel = product(matrix.layout, self._lanes, span_of(matrix.cols), rounded=matrix.is_rounded)
-        sequence.add(
-            kernel, out, self._ints(*shape), self._state, *self._activations(matrix),
-            memory.array(added, dtypes.float32), matrix.stream, parts=2 * self._parts, concurrent=concurrent,
+            self._x.data, self._kernels.row_sizes(self.spec.dim), self._kernels.state, out,
+            *self._kernels.vectors_of(norm), *self._kernels.limits([linear.outputs]), parts=self._kernels.parts,
         )  # fmt: skip
 
     # --- the products outside sublayers ------------------------------------------------------------------
@@ -347,12 +297,14 @@ class CPUEncoder:
     ) -> tuple[list[Tensor], KernelSequence, Tensor]:
         """The memory of the input, and of what it is multiplied by if it is gated; the kernels; and the memory of the
         result."""
-        sequence, matrix = KernelSequence(self._pool), self._weights.matrix(linear)
-        rows = [self._chunk(name, matrix.cols) for name in ["rows", "factors"][: 1 + is_gated]]
-        out = self._chunk("out", matrix.stride)
+        sequence, matrix = self._kernels.sequence(), self._kernels.weights.matrix(linear)
+        rows = [self._kernels.chunk(name, matrix.cols) for name in ["rows", "factors"][: 1 + is_gated]]
+        out = self._kernels.chunk("out", matrix.stride)
         how = [Rows(of, matrix.cols) for of in rows]
-        self._prepare(sequence, matrix, *how, activation=activation, limits=(None, None, linear.inputs))
-        self._product(sequence, linear, matrix, out)
+        self._kernels.prepare(
+            sequence, matrix, *how, activation=activation, limits=(None, None, linear.inputs)
+        )
+        self._kernels.product(sequence, linear.bias, matrix, out)
         return rows, sequence, out
 
     def _linear(self, linear: Linear, x: Floats, *factors: Floats) -> Floats:
@@ -366,7 +318,7 @@ class CPUEncoder:
             for source, of in zip(sources, (x, *factors), strict=True):
                 part = of[chunk.start : chunk.stop]
                 source[: len(part), :cols], source[: len(part), cols:] = part, 0
-            self._run(sequence, chunk)
+            self._kernels.run(sequence, chunk)
             y[chunk.start : chunk.stop] = result[: len(part), :n]
         low, high = linear.outputs or (-np.inf, np.inf)
         clipped: Floats = np.clip(y, np.float32(low), np.float32(high), out=y)
@@ -417,55 +369,3 @@ class CPUEncoder:
 
     def _norm(self, x: Floats, norm: Norm) -> Floats:
         return normed(x, norm, self._vectors.__getitem__)
-
-    # --- memory ------------------------------------------------------------------------------------------
-
-    def _whole(self, name: str, cols: int, type: DType = dtypes.float32) -> Tensor:
-        """Memory for all patches of the largest picture, of which a picture uses as much as it needs."""
-        return self._buffer(name, self._most_rows * cols, type)
-
-    def _chunk(self, name: str, cols: int) -> Tensor:
-        """Memory for the patches of a chunk. Rows of different lengths have different memory, so that the zeros after
-        their ends stay."""
-        return self._buffer(name, MOST_TILES * self._lanes * stride_of(cols))
-
-    def _activations(self, matrix: PictureMatrix) -> list[Tensor]:
-        buffers = []
-        for name in matrix.inputs:
-            type, columns = buffer_type(name)
-            n = MOST_TILES * self._lanes * matrix.cols // columns
-            buffers.append(self._buffer(name, n, type))
-        return buffers
-
-    def _buffer(self, name: str, n: int, type: DType = dtypes.float32) -> Tensor:
-        if (name, n, type) not in self._buffers:
-            self._buffers[name, n, type] = memory.zeros(n, type)
-        return self._buffers[name, n, type]
-
-    def _row_sizes(self, cols: int) -> Tensor:
-        return self._ints(stride_of(cols) // UNIT, cols)
-
-    def _ints(self, *values: int) -> Tensor:
-        if values not in self._sizes:
-            self._sizes[values] = memory.array(np.array(values), dtypes.int32)
-        return self._sizes[values]
-
-    def _vectors_of(self, norm: Norm | None) -> list[Tensor]:
-        of = (norm.weight, norm.bias) if norm else ()
-        return [memory.array(self._padded(self._vectors[v]), dtypes.float32) for v in of if v]
-
-    def _padded(self, vector: Floats) -> Floats:
-        return np.pad(vector, (0, stride_of(len(vector)) - len(vector)))
-
-    def _limits(self, limits: Sequence[Limits | None]) -> list[Tensor]:
-        """The memory of limits, none if there are none."""
-        if not any(limits):
-            return []
-        values = np.array([of or (-np.inf, np.inf) for of in limits], np.float32)
-        return [memory.array(values.repeat(self._lanes), dtypes.float32)]
-
-
-def row_norm(norm: Norm | None) -> RowNorm | None:
-    if norm is None:
-        return None
-    return RowNorm(norm.eps, norm.weight is not None, norm.bias is not None, norm.centred)

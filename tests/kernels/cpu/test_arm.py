@@ -281,7 +281,7 @@ def test_patches(pool: ThreadPool) -> None:
     ins = [ints(2), state, joined, random(rows * 10), random(rows * 10 + 1), *norms, limits]
     assert on_arm(pool, split_heads(h), [q, keys, v], ins) < 1e-5
     out, scores = (memory.zeros(n, dtypes.float32) for n in (rows * h.width, PARTS * rows * LANES))
-    ins = [scores, q, keys, v, random(rows), ints(2), state]
+    ins = [scores, q, keys, v, random(rows), ints(2, 2), state]
     assert on_arm(pool, attend(h), [out], ins) < 1e-5
     kernel = add_rows(norm, True, LANES)
     ins = [of_rows, state, random(rows * cols + 1), *vectors, limits]

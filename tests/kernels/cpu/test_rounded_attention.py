@@ -7,7 +7,13 @@ from tinygrad import dtypes
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
 from engine.targets.cpu.kernels.patches import FIRST, PatchHeads
-from engine.targets.cpu.kernels.rounded_attention import LANES, attend_rounded, round_heads, rounds
+from engine.targets.cpu.kernels.rounded_attention import (
+    LANES,
+    attend_rounded,
+    round_queries,
+    round_values,
+    rounds,
+)
 from engine.targets.cpu.kernels.step_state import TILES
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
 from tests.kernels.cpu.test_product import ints
@@ -35,10 +41,12 @@ def attended(pool: ThreadPool, q, keys, v):
     rounded = [zeros(HEADS * ROWS * n, dtypes.int16) for n in (DIM, DIM, h.padded_dim)]
     scales = [zeros(HEADS * ROWS) for _ in range(3)]
     hidden = memory.array(np.where(np.arange(ROWS) < PATCHES, 0, -1e30).astype(np.float32), dtypes.float32)
-    tiles, state, out = ints(TILES_OF_ALL), ints(*[0] * (FIRST + 1)), zeros(ROWS * h.width)
+    tiles, state, out = ints(TILES_OF_ALL, TILES_OF_ALL), ints(*[0] * (FIRST + 1)), zeros(ROWS * h.width)
     scratch = [zeros(PARTS * ROWS * LANES), zeros(PARTS * ROWS * LANES, dtypes.int16), zeros(PARTS * ROWS)]
     begin, attend = KernelSequence(pool), KernelSequence(pool)
-    begin.add(round_heads(h), *rounded, *scales, *floats, tiles, state, parts=PARTS)
+    rounding = round_queries(h), round_queries(h.of_keys), round_values(h)
+    for kernel, *buffers in zip(rounding, rounded, scales, floats, strict=True):
+        begin.add(kernel, *buffers, tiles, state, parts=PARTS)
     attend.add(attend_rounded(h), out, *scratch, *rounded, *scales, hidden, tiles, state, parts=PARTS)
     result = []
     for sequence in (begin.compile(), attend.compile()):

@@ -19,6 +19,8 @@ from engine.targets.cpu.kernels.kernel_builder import F32, KernelBuilder, even_s
 from engine.targets.cpu.kernels.patches import FIRST, PatchHeads
 from engine.targets.cpu.kernels.step_state import TILES
 
+HIDDEN = -1e30
+"""Added to the scores of patches that are none."""
 _MASKED = -1e30
 
 
@@ -28,7 +30,7 @@ class KeyTiles:
     of its window, float32 (tiles * lanes,). Without them these are all tiles."""
 
     def __init__(self, k: KernelBuilder, tiles: UOp, queries: UOp, windows: Sequence[UOp]) -> None:
-        """`tiles`: of the picture. `queries`: the number of their tile in it."""
+        """`tiles`: of all keys. `queries`: the number of their tile in the picture."""
         self._k, self._queries = k, queries * k.lanes
         self.first, self.count = UOp.const(0), tiles
         self._numbers: UOp | None = None
@@ -109,9 +111,10 @@ class _Scores:
 
 @functools.cache
 def attend(h: PatchHeads, windowed: bool = False) -> KernelFunction:
-    """Attention of the queries of a chunk. Buffers: out, float32 (rows, width); scratch, float32 (parts, tiles, lanes,
-    lanes); queries, keys and values (`split_heads`); what hides keys, float32 (tiles * lanes,): 0, or a large negative
-    number; the tiles of a picture, int32 (1,); the state; if `windowed`, the windows (`KeyTiles`)."""
+    """Attention of a chunk's queries. Buffers: out, float32 (rows, width); scratch, float32 (parts, tiles, lanes, lanes);
+    queries, keys and values (`split_heads`); what hides keys, float32 (tiles * lanes,): 0, or a large negative number;
+    the tiles of a picture's queries and of its keys, int32 (2,); the state; if `windowed`, the windows
+    (`KeyTiles`)."""
     lanes, dim = h.lanes, h.dim
 
     def kernel(
@@ -129,20 +132,21 @@ def attend(h: PatchHeads, windowed: bool = False) -> KernelFunction:
     ) -> UOp:
         k = KernelBuilder(lanes)
         k.scratch(scores)
-        tiles, in_chunk = k.index(shape, 0), k.index(state, TILES)
-        base = part * (tiles * (lanes * lanes))
+        tiles, of_keys, in_chunk = k.index(shape, 0), k.index(shape, 1), k.index(state, TILES)
+        base = part * (of_keys * (lanes * lanes))
         first, count = even_share(in_chunk * h.heads, part, parts)
         with k.loop(count) as n:
             task = first + n  # the tiles of a head one after the other, so that its keys stay in the cache
             head, tile = task // in_chunk, task % in_chunk
             own = k.index(state, FIRST) // lanes + tile
-            own_scores = _Scores(k, h, KeyTiles(k, tiles, own, windows), scores, base)
-            largest = own_scores.fill(q, keys, hidden, head * tiles, head * tiles + own)
+            own_scores = _Scores(k, h, KeyTiles(k, of_keys, own, windows), scores, base)
+            first_key = head // h.sharing * of_keys
+            largest = own_scores.fill(q, keys, hidden, first_key, head * tiles + own)
             inverses = own_scores.weigh(largest)
 
             def weighted(column: UOp | int, n: int) -> None:
                 """The first n of `lanes` columns of the result."""
-                sums = own_scores.sums(v, head * tiles, h.padded_dim, column)
+                sums = own_scores.sums(v, first_key, h.padded_dim, column)
                 for t, s in enumerate(sums):
                     result = k.vector(s, 0) * k.load(inverses, t)
                     to = (tile * lanes + t) * h.width + head * dim + column

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Literal
 
@@ -70,7 +70,7 @@ def prepare(how: Preparation, lanes: int) -> KernelFunction:
         outs, rest = dict(zip(how.outputs, buffers, strict=False)), list(buffers[n_outputs:])
         shape, state, rows = rest.pop(0), rest.pop(0), rest.pop(0)
         others = rest.pop(0) if how.is_gated else None
-        norm = _Norm(k, how.norm, rest) if how.norm else None
+        norm = RowNorms(k, how.norm, rest) if how.norm else None
         limits = rest.pop(0) if any(how.clamps) else None
         assert not rest
         units, cols = k.index(shape, 0), k.index(shape, 1)
@@ -105,21 +105,30 @@ def prepare(how: Preparation, lanes: int) -> KernelFunction:
 
 
 @functools.cache
-def add_rows(norm: RowNorm | None, clamps: bool, lanes: int) -> KernelFunction:
-    """A picture's rows += those of a chunk, which are clamped and normed before. Buffers: the picture's, float32; the
+def add_rows(
+    norm: RowNorm | None,
+    clamps: bool,
+    lanes: int,
+    replaces: bool = False,
+    activation: Activation | None = None,
+    whole: bool = False,
+) -> KernelFunction:
+    """A picture's rows += those of a chunk, which are clamped, normed and put through an `activation` before; if it
+    `replaces` them, = instead of +=. `whole`: these, too, are those of a picture. Buffers: the picture's, float32; the
     units and the columns of a row, int32 (2,); the state; the chunk's; the norm's weight and bias if there are any; the
     limits, float32 (2, lanes), if there are any."""
 
     def kernel(part: UOp, parts: UOp, x: UOp, shape: UOp, state: UOp, rows: UOp, *buffers: UOp) -> UOp:
         k, rest = KernelBuilder(lanes), list(buffers)
         k.scratch(x)
-        measured = _Norm(k, norm, rest) if norm else None
+        measured = RowNorms(k, norm, rest) if norm else None
         limits = rest.pop(0) if clamps else None
         stride, cols = k.index(shape, 0) * UNIT, k.index(shape, 1)
         first, count = even_share(k.index(state, TILES), part, parts)
         with k.loop(count) as i, k.loop(lanes) as token:
             row = (first + i) * lanes + token
-            at, of_x = row * stride, (k.index(state, FIRST) + row) * stride
+            of_x = (k.index(state, FIRST) + row) * stride
+            at = of_x if whole else row * stride
 
             def value(n: Index) -> UOp:
                 v = k.vector(rows, at + n)
@@ -130,8 +139,9 @@ def add_rows(norm: RowNorm | None, clamps: bool, lanes: int) -> KernelFunction:
             with k.loop(stride // lanes) as j:
                 column = j * lanes
                 v = measured.normed(value(column), column) if measured else value(column)
-                k.store(x, of_x + column, k.vector(x, of_x + column) + v)
-        return k.finish("add_patches")
+                v = activated(k, activation, v) if activation else v
+                k.store(x, of_x + column, v if replaces else k.vector(x, of_x + column) + v)
+        return k.finish("replace_patches" if replaces else "add_patches")
 
     return kernel
 
@@ -153,6 +163,16 @@ class PatchHeads:
     sharing: int = 1
 
     @property
+    def kv_heads(self) -> int:
+        """Heads of keys, and of values."""
+        return self.heads // self.sharing
+
+    @property
+    def of_keys(self) -> PatchHeads:
+        """Those of keys, as if they were queries."""
+        return replace(self, heads=self.kv_heads, sharing=1)
+
+    @property
     def padded_dim(self) -> int:
         """Elements of a value in memory: whole vectors."""
         return -(-self.dim // self.lanes) * self.lanes
@@ -164,59 +184,61 @@ class PatchHeads:
 
     def by_vectors(self, k: KernelBuilder, columns: Callable[[UOp | int, int], None]) -> None:
         """In a kernel: `columns` gets the first column of each vector of a head, and how many columns are in it."""
-        with k.loop(self.dim // self.lanes) as j:
-            columns(j * self.lanes, self.lanes)
+        if vectors := self.dim // self.lanes:
+            with k.loop(vectors) as j:
+                columns(j * self.lanes, self.lanes)
         if rest := self.dim % self.lanes:
             columns(self.dim - rest, rest)
 
 
+Which = Literal["queries", "keys", "all"]
+"""Heads of queries, those of keys and values, or of all three."""
+
+
 @functools.cache
-def split_heads(h: PatchHeads) -> KernelFunction:
-    """Makes queries, keys and values of a chunk's products. Buffers: queries and keys, float32 (heads, tiles, dim,
-    lanes) each; values, float32 (heads, tiles, lanes, padded_dim); the tiles of a picture, int32 (1,); the state; the
-    products, float32 (rows, 3 * width); the cosines and sines of the picture's rows, float32 (rows, dim / 2) each, if
-    they are turned; weights and biases of the norms of queries, of keys and of values; the limits of the three, float32
-    (3, 2, lanes), if they are clamped."""
+def split_heads(h: PatchHeads, which: Which = "all") -> KernelFunction:
+    """Makes queries, keys and values of a chunk's products, or `which` of them. Buffers: queries, float32 (heads,
+    tiles, dim, lanes); keys, and values, float32 (heads of keys, tiles, lanes, padded_dim); the tiles of a picture,
+    int32 (1,); the state; the products, float32 (rows, width of each of these); the cosines and sines of the picture's
+    rows, float32 (rows, dim / 2) each, if they are turned; weights and biases of the norms of queries, of keys and of
+    values; the limits of the three, float32 (3, 2, lanes), if they are clamped."""
     lanes = h.lanes
     halves = 2 if h.turned else 1
     half = h.dim // halves
     n = gcd(half, lanes)  # elements at a time
 
-    def kernel(
-        part: UOp, parts: UOp, q: UOp, key: UOp, v: UOp, tiles: UOp, state: UOp, y: UOp, *buffers: UOp
-    ) -> UOp:
-        k, rest = KernelBuilder(lanes), list(buffers)
-        turns = [rest.pop(0) for _ in range(2)] if h.turned else []
-        norms = [_Norm(k, of, rest, n) if of else None for of in (h.qk_norm, h.qk_norm, h.v_norm)]
-        limits = rest.pop(0) if h.clamps else None
-        first, count = even_share(k.index(state, TILES), part, parts)
-        start = k.index(state, FIRST)
-        of_head = k.index(tiles, 0)
-        with k.loop(count) as i, k.loop(lanes) as token, k.loop(h.heads) as head:
-            row = (first + i) * lanes + token
-            tile = head * of_head + start // lanes + first + i
-            for which, (out, norm) in enumerate(zip((q, key, v), norms, strict=True)):
-                of_products = head // h.sharing if which and h.sharing > 1 else head
-                at = row * (3 * h.width) + which * h.width + of_products * h.dim
+    made = {"queries": (0,), "keys": (1, 2), "all": (0, 1, 2)}[which]
 
-                def value(column: Index, at: UOp = at, which: int = which) -> UOp:
+    def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
+        k, outs, rest = KernelBuilder(lanes), buffers[: len(made)], list(buffers[len(made) :])
+        tiles, state, y = (rest.pop(0) for _ in range(3))
+        turns = [rest.pop(0) for _ in range(2)] if h.turned else []
+        norms = [RowNorms(k, of, rest, n) if of else None for of in (h.qk_norm, h.qk_norm, h.v_norm)]
+        limits = rest.pop(0) if h.clamps else None
+        for place, (of, out) in enumerate(zip(made, outs, strict=True)):
+            norm, tasks = norms[of], Tasks(k, h.kv_heads if of else h.heads, tiles, state, part, parts)
+            with k.loop(tasks.count) as i, k.loop(lanes) as token:
+                tile, row = tasks.tile(i), tasks.tile_of_chunk(i) * lanes + token
+                at = row * (len(made) * h.width) + place * h.width + tasks.head(i) * h.dim
+
+                def value(column: Index, at: UOp = at, of: int = of) -> UOp:
                     x = k.vector(y, at + column, n)
-                    return x if limits is None else _clamped(k, x, limits, which, n)
+                    return x if limits is None else _clamped(k, x, limits, of, n)
 
                 if norm:
                     norm.measure(value, h.dim, UOp.const(h.dim))
                 with k.loop(half // n) as j:
                     columns = [j * n + i * half for i in range(halves)]
                     xs = [norm.normed(value(column), column) if norm else value(column) for column in columns]
-                    if turns and which < 2:
-                        cos, sin = (k.vector(t, (start + row) * half + j * n, n) for t in turns)
+                    if turns and of < 2:
+                        cos, sin = (k.vector(t, (tasks.start * lanes + row) * half + j * n, n) for t in turns)
                         a, b = xs
                         xs = [a * cos - b * sin, b * cos + a * sin]
                     for column, x in zip(columns, xs, strict=True):
-                        if which == 2:
-                            k.store(v, (tile * lanes + token) * h.padded_dim + column, x)
+                        if of == 2:
+                            k.store(out, (tile * lanes + token) * h.padded_dim + column, x)
                             continue
-                        x = x * h.scale if which == 0 and h.scale != 1.0 else x
+                        x = x * h.scale if of == 0 and h.scale != 1.0 else x
                         to = (tile * h.dim + column) * lanes + token
                         for e in range(n):
                             k.store(out, to + e * lanes, x if n == 1 else k.part(x, e, 1))
@@ -225,7 +247,27 @@ def split_heads(h: PatchHeads) -> KernelFunction:
     return kernel
 
 
-class _Norm:
+class Tasks:
+    """The tiles of a chunk, of each of so many heads: those of a part. `start`: the number of the chunk's first tile in
+    the picture."""
+
+    def __init__(self, k: KernelBuilder, heads: int, tiles: UOp, state: UOp, part: UOp, parts: UOp) -> None:
+        self._in_chunk, self._of_head = k.index(state, TILES), k.index(tiles, 0)
+        self.start = k.index(state, FIRST) // k.lanes
+        self._first, self.count = even_share(self._in_chunk * heads, part, parts)
+
+    def head(self, i: UOp) -> UOp:
+        return (self._first + i) // self._in_chunk
+
+    def tile_of_chunk(self, i: UOp) -> UOp:
+        return (self._first + i) % self._in_chunk
+
+    def tile(self, i: UOp) -> UOp:
+        """The number of the i-th tile among those of all heads of the picture."""
+        return self.head(i) * self._of_head + self.start + self.tile_of_chunk(i)
+
+
+class RowNorms:
     """A norm of rows: `measure` one, then take elements of it `normed`."""
 
     def __init__(self, k: KernelBuilder, norm: RowNorm, buffers: list[UOp], lanes: int = 0) -> None:

@@ -20,7 +20,7 @@ from tinygrad.uop.ops import Ops
 from engine.kernels.compilation import KernelFunction
 from engine.targets.cpu.kernels.kernel_builder import F32, I16, I32, Index, KernelBuilder, even_share
 from engine.targets.cpu.kernels.patch_attention import KeyTiles
-from engine.targets.cpu.kernels.patches import FIRST, PatchHeads
+from engine.targets.cpu.kernels.patches import FIRST, PatchHeads, Tasks
 from engine.targets.cpu.kernels.step_state import TILES
 
 LANES = 16
@@ -44,60 +44,71 @@ def _rounded(x: UOp) -> UOp:
 
 
 @functools.cache
-def round_heads(h: PatchHeads) -> KernelFunction:
-    """Rounds the heads of a chunk to integers. Buffers: queries and keys, int16 (heads, tiles, dim / 2, lanes, 2) each,
-    and values, int16 (heads, tiles, lanes / 2, padded_dim, 2), pairs of dimensions and of keys; the scales of the
-    three, float32 (heads, tiles, lanes) each; queries, keys and values as `split_heads` makes them; the tiles of a
-    picture, int32 (1,); the state."""
-    lanes, dim, padded = h.lanes, h.dim, h.padded_dim
-    most, most_value = most_rounded(dim), most_rounded(lanes)
+def round_queries(h: PatchHeads) -> KernelFunction:
+    """Rounds the queries of a chunk, or its keys, if these have the heads. Buffers: int16 (heads, tiles, dim / 2, lanes,
+    2), pairs of dimensions; their scales, float32 (heads, tiles, lanes); the queries as `split_heads` makes them; the
+    tiles of a picture, int32 (1,); the state."""
+    lanes, dim = h.lanes, h.dim
+    most = most_rounded(dim)
 
-    def kernel(
-        part: UOp, parts: UOp, q16: UOp, k16: UOp, v16: UOp, q_scales: UOp, k_scales: UOp, v_scales: UOp, q: UOp,
-        keys: UOp, v: UOp, tiles: UOp, state: UOp,
-    ) -> UOp:  # fmt: skip
+    def kernel(part: UOp, parts: UOp, out: UOp, scales: UOp, source: UOp, tiles: UOp, state: UOp) -> UOp:
         k = KernelBuilder(lanes)
-        first, count = even_share(k.index(state, TILES) * h.heads, part, parts)
-        of_head, in_chunk = k.index(tiles, 0), k.index(state, TILES)
+        tasks = Tasks(k, h.heads, tiles, state, part, parts)
+        with k.loop(tasks.count) as i:
+            tile = tasks.tile(i)
+            largest = k.registers(lanes)
+            k.fill(largest, 0, UOp.const(_LEAST, F32))
+            with k.loop(dim) as d:
+                x = k.vector(source, (tile * dim + d) * lanes)
+                k.store(largest, 0, k.vector(largest, 0).maximum(x.maximum(x * -1.0)))
+            k.store(scales, tile * lanes, k.vector(largest, 0) * (1 / most))
+            inverse = k.vector(largest, 0).reciprocal() * float(most)
+            with k.loop(dim // 2) as pair:
+                both = [
+                    _rounded(k.vector(source, (tile * dim + pair * 2 + e) * lanes) * inverse)
+                    for e in range(2)
+                ]
+                at = (tile * (dim // 2) + pair) * (2 * lanes)
+                k.store(out, at, k.interleave(*both).cast(I16))
+        return k.finish(f"round_queries_{dim}")
+
+    return kernel
+
+
+@functools.cache
+def round_values(h: PatchHeads) -> KernelFunction:
+    """Rounds the values of a chunk. Buffers: int16 (heads of keys, tiles, lanes / 2, padded_dim, 2), pairs of keys;
+    their scales, float32 (heads of keys, tiles, lanes); the values as `split_heads` makes them; the tiles of a picture,
+    int32 (1,); the state."""
+    lanes, padded = h.lanes, h.padded_dim
+    most = most_rounded(lanes)
+
+    def kernel(part: UOp, parts: UOp, out: UOp, scales: UOp, source: UOp, tiles: UOp, state: UOp) -> UOp:
+        k = KernelBuilder(lanes)
+        tasks = Tasks(k, h.kv_heads, tiles, state, part, parts)
         inverses = k.registers(lanes)
-        with k.loop(count) as i:
-            task = first + i
-            tile = task // in_chunk * of_head + k.index(state, FIRST) // lanes + task % in_chunk
-            for source, out, scales in ((q, q16, q_scales), (keys, k16, k_scales)):
-                largest = k.registers(lanes)
-                k.fill(largest, 0, UOp.const(_LEAST, F32))
-                with k.loop(dim) as d:
-                    x = k.vector(source, (tile * dim + d) * lanes)
-                    k.store(largest, 0, k.vector(largest, 0).maximum(x.maximum(x * -1.0)))
-                k.store(scales, tile * lanes, k.vector(largest, 0) * (1 / most))
-                inverse = k.vector(largest, 0).reciprocal() * float(most)
-                with k.loop(dim // 2) as pair:
-                    both = [
-                        _rounded(k.vector(source, (tile * dim + pair * 2 + e) * lanes) * inverse)
-                        for e in range(2)
-                    ]
-                    at = (tile * (dim // 2) + pair) * (2 * lanes)
-                    k.store(out, at, k.interleave(*both).cast(I16))
+        with k.loop(tasks.count) as i:
+            tile = tasks.tile(i)
             with k.loop(lanes) as token:
                 largest = k.registers(lanes)
                 k.fill(largest, 0, UOp.const(_LEAST, F32))
                 with k.loop(padded // lanes) as j:
-                    x = k.vector(v, (tile * lanes + token) * padded + j * lanes)
+                    x = k.vector(source, (tile * lanes + token) * padded + j * lanes)
                     k.store(largest, 0, k.vector(largest, 0).maximum(x.maximum(x * -1.0)))
                 top = k.across(k.vector(largest, 0), Ops.MAX)
-                k.store(v_scales, tile * lanes + token, top * (1 / most_value))
-                k.store(inverses, token, top.reciprocal() * float(most_value))
+                k.store(scales, tile * lanes + token, top * (1 / most))
+                k.store(inverses, token, top.reciprocal() * float(most))
             with k.loop(lanes // 2) as pair, k.loop(padded // lanes) as j:
                 both = [
                     _rounded(
-                        k.vector(v, (tile * lanes + pair * 2 + e) * padded + j * lanes)
+                        k.vector(source, (tile * lanes + pair * 2 + e) * padded + j * lanes)
                         * k.load(inverses, pair * 2 + e)
                     )
                     for e in range(2)
                 ]
                 at = ((tile * (lanes // 2) + pair) * padded + j * lanes) * 2
-                k.store(v16, at, k.interleave(*both).cast(I16))
-        return k.finish(f"round_heads_{dim}")
+                k.store(out, at, k.interleave(*both).cast(I16))
+        return k.finish(f"round_values_{padded}")
 
     return kernel
 
@@ -125,10 +136,11 @@ def _dots(
 
 @functools.cache
 def attend_rounded(h: PatchHeads, windowed: bool = False) -> KernelFunction:
-    """Attention of the queries of a chunk. Buffers: out, float32 (rows, width); scratch: scores, float32 (parts, tiles,
-    lanes, lanes), weights, int16 (parts, tiles, lanes / 2, lanes, 2), and their scales, float32 (parts, tiles, lanes);
-    what `round_heads` makes; what hides keys, float32 (tiles * lanes,): 0, or a large negative number; the tiles of a
-    picture, int32 (1,); the state; if `windowed`, the windows (`KeyTiles`)."""
+    """Attention of a chunk's queries. Buffers: out, float32 (rows, width); scratch: scores, float32 (parts, tiles, lanes,
+    lanes), weights, int16 (parts, tiles, lanes / 2, lanes, 2), and their scales, float32 (parts, tiles, lanes); queries
+    and keys as `round_queries` makes them, values of `round_values`, and the scales of the three; what hides keys,
+    float32 (tiles * lanes,): 0, or a large negative number; the tiles of a picture's queries and of its keys, int32
+    (2,); the state; if `windowed`, the windows (`KeyTiles`)."""
     lanes, dim, padded = h.lanes, h.dim, h.padded_dim
     most = most_rounded(lanes)
 
@@ -139,22 +151,23 @@ def attend_rounded(h: PatchHeads, windowed: bool = False) -> KernelFunction:
         k = KernelBuilder(lanes)
         for buffer in scores, weights, weight_scales:
             k.scratch(buffer)
-        tiles, in_chunk = k.index(shape, 0), k.index(state, TILES)
-        base = part * tiles
+        tiles, all_keys, in_chunk = k.index(shape, 0), k.index(shape, 1), k.index(state, TILES)
+        base = part * all_keys
         first, count = even_share(in_chunk * h.heads, part, parts)
 
         with k.loop(count) as n:
             task = first + n  # the tiles of a head one after the other, so that its keys stay in the cache
             head, tile = task // in_chunk, task % in_chunk
             own = k.index(state, FIRST) // lanes + tile
-            queries, key_tiles = head * tiles + own, KeyTiles(k, tiles, own, windows)
+            queries, key_tiles = head * tiles + own, KeyTiles(k, all_keys, own, windows)
+            first_key = head // h.sharing * all_keys
             largest, totals = k.registers(lanes), k.registers(lanes)
             k.fill(largest, 0, UOp.const(_MASKED, F32))
             k.fill(totals, 0, UOp.const(0.0, F32))
             scale = k.vector(q_scales, queries * lanes)
             with k.loop(key_tiles.count) as i:
                 block = key_tiles.first + i
-                of_keys = head * tiles + block
+                of_keys = first_key + block
                 ints = _dots(
                     k, q16, queries * (dim * lanes), k16, of_keys * (dim * lanes), 2 * lanes, dim // 2, lanes
                 )
@@ -173,7 +186,7 @@ def attend_rounded(h: PatchHeads, windowed: bool = False) -> KernelFunction:
                 with k.loop(lanes) as t:
                     share = k.exp(k.vector(scores, at + t * lanes) + peak)
                     k.store(totals, 0, k.vector(totals, 0) + share)
-                    weight = share * k.load(v_scales, (head * tiles + block) * lanes + t)
+                    weight = share * k.load(v_scales, (first_key + block) * lanes + t)
                     k.store(scores, at + t * lanes, weight)
                     k.store(tops, 0, k.vector(tops, 0).maximum(weight))
                 k.store(weight_scales, (base + i) * lanes, k.vector(tops, 0) * (1 / most))
@@ -189,7 +202,7 @@ def attend_rounded(h: PatchHeads, windowed: bool = False) -> KernelFunction:
                 """n columns of the result."""
                 sums = [k.zeros() for _ in range(n)]
                 with k.loop(key_tiles.count) as i:
-                    pairs = (head * tiles + key_tiles.first + i) * (lanes // 2) * padded + column
+                    pairs = (first_key + key_tiles.first + i) * (lanes // 2) * padded + column
                     at = (base + i) * (lanes * lanes)
                     ints = _dots(k, weights, at, v16, pairs * 2, 2 * padded, lanes // 2, n)
                     scale = k.vector(weight_scales, (base + i) * lanes)
