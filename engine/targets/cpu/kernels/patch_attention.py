@@ -111,9 +111,9 @@ class _Scores:
 
 @functools.cache
 def attend(h: PatchHeads, windowed: bool = False) -> KernelFunction:
-    """Attention of a chunk's queries. Buffers: out, float32 (rows, width); scratch, float32 (parts, tiles, lanes, lanes);
-    queries, keys and values (`split_heads`); what hides keys, float32 (tiles * lanes,): 0, or a large negative number;
-    the tiles of a picture's queries and of its keys, int32 (2,); the state; if `windowed`, the windows
+    """Attention of a chunk's queries. Buffers: out, float32 (rows, width); scratch, float32 (parts, tiles, lanes,
+    lanes); queries, keys and values (`split_heads`); what hides keys, float32 (tiles * lanes,): 0, or a large negative
+    number; the tiles of a picture's queries and of its keys, int32 (2,); the state; if `windowed`, the windows
     (`KeyTiles`)."""
     lanes, dim = h.lanes, h.dim
 

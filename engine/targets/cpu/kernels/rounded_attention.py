@@ -45,9 +45,9 @@ def _rounded(x: UOp) -> UOp:
 
 @functools.cache
 def round_queries(h: PatchHeads) -> KernelFunction:
-    """Rounds the queries of a chunk, or its keys, if these have the heads. Buffers: int16 (heads, tiles, dim / 2, lanes,
-    2), pairs of dimensions; their scales, float32 (heads, tiles, lanes); the queries as `split_heads` makes them; the
-    tiles of a picture, int32 (1,); the state."""
+    """Rounds the queries of a chunk, or its keys, if these have the heads. Buffers: int16 (heads, tiles, dim / 2,
+    lanes, 2), pairs of dimensions; their scales, float32 (heads, tiles, lanes); the queries as `split_heads` makes
+    them; the tiles of a picture, int32 (1,); the state."""
     lanes, dim = h.lanes, h.dim
     most = most_rounded(dim)
 
@@ -136,11 +136,11 @@ def _dots(
 
 @functools.cache
 def attend_rounded(h: PatchHeads, windowed: bool = False) -> KernelFunction:
-    """Attention of a chunk's queries. Buffers: out, float32 (rows, width); scratch: scores, float32 (parts, tiles, lanes,
-    lanes), weights, int16 (parts, tiles, lanes / 2, lanes, 2), and their scales, float32 (parts, tiles, lanes); queries
-    and keys as `round_queries` makes them, values of `round_values`, and the scales of the three; what hides keys,
-    float32 (tiles * lanes,): 0, or a large negative number; the tiles of a picture's queries and of its keys, int32
-    (2,); the state; if `windowed`, the windows (`KeyTiles`)."""
+    """Attention of a chunk's queries. Buffers: out, float32 (rows, width); scratch: scores, float32 (parts, tiles,
+    lanes, lanes), weights, int16 (parts, tiles, lanes / 2, lanes, 2), and their scales, float32 (parts, tiles,
+    lanes); queries and keys as `round_queries` makes them, values of `round_values`, and the scales of the three;
+    what hides keys, float32 (tiles * lanes,): 0, or a large negative number; the tiles of a picture's queries and of
+    its keys, int32 (2,); the state; if `windowed`, the windows (`KeyTiles`)."""
     lanes, dim, padded = h.lanes, h.dim, h.padded_dim
     most = most_rounded(lanes)
 
