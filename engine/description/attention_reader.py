@@ -239,6 +239,8 @@ class _Tensors:
         if x == "q" and self._is_gated:
             return self._every_second(0), None
         bias = reader.vector(f"{tensor}.bias", size, order, first, of)
+        if not bias and self._is_fused:  # some files have each by itself
+            bias = reader.vector(f"{self._prefix}attn_{x}.bias", size, order)
         return reader.weight(tensor, size, reader.dim, first, of, order), bias
 
     def gate(self) -> Weight | None:

@@ -137,6 +137,15 @@ def test_sizes_of_each_layer(path_of):
     assert [experts.used for experts in read(path_of("qwen3moe"), **used).experts] == [2, 3, 1]
 
 
+def test_biases_of_one_matrix_may_be_several(path_of):
+    sizes = {"q": DIM, "k": KV_SIZE, "v": KV_SIZE}
+    own = {f"blk.0.attn_{x}.bias": (size,) for x, size in sizes.items()}
+    attend = read(path_of("qwen"), {"blk.0.attn_qkv.bias": None} | own).attention[0]
+    assert attend.q.tensor == attend.v.tensor == "blk.0.attn_qkv.weight"
+    found = {bias.tensor: (bias.size,) for bias in (attend.q_bias, attend.k_bias, attend.v_bias)}
+    assert found == own
+
+
 def test_layers_that_run_several_times(path_of):
     spec, once = read(path_of("nanbeige")), read(path_of("nanbeige"), nanbeige__num_loops=None)
     assert spec.sublayers[: 2 * LAYERS] == once.sublayers
