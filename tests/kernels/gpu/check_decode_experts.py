@@ -59,10 +59,19 @@ def check_choice_of_experts_of_a_token() -> None:
 def check_gate_and_up_of_chosen_experts() -> None:
     """The choice, and each chosen expert's gate and up of the same normed vector: in whole blocks and not, with biases
     and without, with fewer experts than threads and with more, two of them equal."""
-    cols, eps, used = 256, 1e-5, 3
+    cols, eps = 256, 1e-5
     squares, x = rng.uniform(0, 9, 5).astype(np.float32), vector(cols)
-    cases = ("silu", False, 4, 16), ("swiglu_oai", True, 10, 6), ("gelu", False, 10, 6)
-    for (ggml_type, schedule), (activation, bias, rows, n) in zip(TYPES.items(), cases, strict=True):
+    cases = (
+        ("silu", False, 4, 16, 3),
+        ("swiglu_oai", True, 10, 6, 3),
+        ("gelu", False, 10, 6, 3),
+        ("silu", False, 4, 16, 2),
+    )
+    types = [
+        *TYPES.items(),
+        (12, Schedule(10, 2, 2)),
+    ]  # in the last one two threads share the comparisons of one
+    for (ggml_type, schedule), (activation, bias, rows, n, used) in zip(types, cases, strict=True):
         least_sum = 6.1e-5 if bias else None
         layout, experts = WeightLayout(ggml_type), ChosenExperts(used, n, False, bias, least_sum)
         planes, weights = packed(ggml_type, n * rows, cols)

@@ -3,7 +3,7 @@ best scores, and their probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,8 +28,10 @@ from engine.targets.nvidia.kernels.uops import (
 )
 
 _SLOTS = 20, 21, 22, 23, 24, 25, 26, 27  # of the arrays in shared memory; the kernels have the lower ones
+_GROUPS, _LEFT = 30, 40  # of the arrays in which ranks are counted
 
-
+_Others = Callable[[UOp], list[tuple[UOp, UOp]]]
+"""Numbers and their values, of one of some steps."""
 Scoring = Literal["softmax", "sigmoid"]
 
 
@@ -74,7 +76,8 @@ class ExpertChoice:
         """From the router's logits, float32, n of them from `first` on. `thread` is the number of the current one in
         its block of `n_threads`. `bias`: that of the choice, float32 (n,). An expert's rank is the number of those that
         precede it. Only experts of the best groups are compared: the scores' own, or else groups of some neighbours, as
-        many as experts are `used`, of which those with the largest maxima are the best."""
+        many as experts are `used`, of which those with the largest maxima are the best. Several threads share the
+        comparisons of each, if there are enough: gate and up load no weights before the choice is made."""
         everyone, stores = shared(n, _SLOTS[0]), []
         shares = _shares(n, thread, n_threads)
         for e, ok in shares:
@@ -99,9 +102,23 @@ class ExpertChoice:
             stores.append(store(best_of, group, how_good([x for _, x in members(group)]), ok))
         best_of = best_of.after(UOp.group(*stores))
         order, stores = shared(groups + 1, _SLOTS[4], I32), []  # and a place for threads without a group
-        at_once, groups_at_once = _largest_part(groups), _largest_part(kept)
-        if scores.groups > 1:
-            groups_at_once = 1
+        parts = 1 if scores.groups > 1 else _parts(n_threads, groups, kept, size)
+        at_once, groups_at_once = groups // parts, kept // parts
+        if parts == 1:
+            at_once, groups_at_once = _largest_part(groups), 1 if scores.groups > 1 else _largest_part(kept)
+
+        def ranks(
+            n: int, own_of: Callable[[UOp], UOp], values: UOp, others: _Others, steps: int, last: int, slot: int
+        ) -> Iterator[tuple[UOp, UOp]]:  # fmt: skip
+            """Of n numbers those of this thread, and their ranks."""
+            if parts > 1:
+                own = own_of(thread % n)
+                x = load(values, own)
+                yield own, _rank_in_parts(own, x, others, parts, n, thread, n_threads, last, slot)
+                return
+            for i, (place, ok) in enumerate(_shares(n, thread, n_threads)):
+                own = own_of(place if ok is None else place.minimum(n - 1))
+                yield own, _rank(own, load(values, own), others, steps, ok, last, slot + i)
 
         def run(step: UOp) -> list[tuple[UOp, UOp]]:
             """Groups, and how good they are."""
@@ -109,24 +126,25 @@ class ExpertChoice:
             values = load_run(best_of, first_group, at_once)
             return [(first_group + i, x) for i, x in enumerate(values)]
 
-        for i, (group, ok) in enumerate(_shares(groups, thread, n_threads)):
-            own_best = load(best_of, group if ok is None else group.minimum(groups - 1))
-            rank = _rank(group, own_best, run, groups // at_once, ok, groups, 30 + i)
+        for group, rank in ranks(
+            groups, lambda place: place, best_of, run, groups // at_once, groups, _GROUPS
+        ):
             stores.append(store(order, rank, group.cast(I32)))
         order = order.after(UOp.group(*stores))
 
         def rest(step: UOp) -> list[tuple[UOp, UOp]]:
             """Experts of the groups that are left, and their values."""
-            left = load_run(order, step * groups_at_once, groups_at_once)
-            return [x for group in left for x in members(group.maximum(0).minimum(groups - 1).cast(INDEX))]
+            own = load_run(order, step * groups_at_once, groups_at_once)
+            return [x for group in own for x in members(group.maximum(0).minimum(groups - 1).cast(INDEX))]
+
+        def left(place: UOp) -> UOp:
+            """One of the experts of the groups that are left."""
+            return load_index(order, place // size, groups) * size + place % size
 
         ids, best, stores, mine = shared(used, _SLOTS[1], I32), shared(used, _SLOTS[2]), [], []
-        for i, (place, ok) in enumerate(_shares(kept * size, thread, n_threads)):
-            own = load_index(order, (place // size).minimum(kept - 1), groups) * size + place % size
-            x = load(everyone, own)
-            rank = _rank(own, x, rest, kept // groups_at_once, ok, used, 40 + i)
+        for own, rank in ranks(kept * size, left, everyone, rest, kept // groups_at_once, used, _LEFT):
             mine.append((own, rank < used))
-            value = x if scores.are_logits else load(probabilities, own)
+            value = load(everyone if scores.are_logits else probabilities, own)
             stores += [store(ids, rank, own.cast(I32), rank < used), store(best, rank, value, rank < used)]
         chosen = UOp.group(*stores)
         return cls(used, n, scores, ids.after(chosen), best.after(chosen), everyone, mine)
@@ -226,7 +244,7 @@ def _shares(n: int, thread: UOp, n_threads: int) -> list[tuple[UOp, UOp | None]]
 def _rank(
     own: UOp,
     x: UOp,
-    others: Callable[[UOp], list[tuple[UOp, UOp]]],
+    others: _Others,
     steps: int,
     valid: UOp | None,
     last: int,
@@ -248,6 +266,28 @@ def _rank(
         found = tree([p.cast(I32) for p in _precede(own, x, others(step))])
         count = count.after(store(count, 0, load(count.after(step), 0) + found).end(step))
     return load(count, 0).cast(INDEX)
+
+
+def _parts(n_threads: int, groups: int, kept: int, size: int) -> int:
+    """How many threads share the comparisons of a group, and of an expert of those that are kept: equal parts."""
+    largest = max(groups, kept * size)
+    return next((k for k in (8, 4, 2) if largest * k <= n_threads and groups % k == kept % k == 0), 1)
+
+
+def _rank_in_parts(
+    own: UOp, x: UOp, others: _Others, parts: int, n: int, thread: UOp, n_threads: int, last: int, slot: int
+) -> UOp:
+    """As `_rank`, where thread k has the number k % n and compares it with part k // n of the `others`. Threads beyond
+    n get `last`."""
+    ok = None if n * parts == n_threads else thread < n * parts
+    part = thread // n if ok is None else (thread // n).minimum(parts - 1)
+    found = tree([p.cast(I32) for p in _precede(own, x, others(part))])
+    counts = shared(n * parts, slot, I32)
+    counts = counts.after(UOp.group(store(counts, thread, found, ok)))
+    total = tree([load(counts, thread % n + k * n) for k in range(parts)])
+    rank = registers(1, slot, I32)
+    rank = rank.after(store(rank, 0, (thread < n).where(total, UOp.const(last, I32))))
+    return load(rank, 0).cast(INDEX)
 
 
 def _precede(own: UOp, x: UOp, others: list[tuple[UOp, UOp]]) -> list[UOp]:
