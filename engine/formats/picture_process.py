@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import warnings
-from typing import Any
+from typing import Any, cast
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -121,6 +121,10 @@ def _rgb(picture: Image.Image) -> Image.Image:
     if picture.mode.startswith("I"):
         # 16 bits of grey: Pillow's own conversions make 255 of all above. The rare grey that is transparent stays grey.
         picture = picture.convert("I").point(lambda value: value * (255 / 65535)).convert("L")
+    elif picture.mode == "F" and cast(tuple[float, float], picture.getextrema())[1] <= 1:
+        picture = picture.point(
+            lambda value: value * 255
+        )  # 1 is white in floats, which Pillow takes for black
     elif picture.has_transparency_data:
         picture = picture.convert("RGBA")
         white = Image.new("RGBA", picture.size, "white")

@@ -70,6 +70,9 @@ def test_scans_and_pictures_of_the_web_are_read(decoder):
         assert pixels.format == kind and abs(pixels.rgb.mean((0, 1)) - [255, 0, 0]).max() < 3
     deep = Image.fromarray(np.array([[0, 256, 65535]], np.uint16))
     assert decoder.decode(file_of(deep, "TIFF")).rgb[0, :, 0].tolist() == [0, 0, 255]
+    for white in (1, 255):
+        floats = Image.fromarray(np.array([[0, white / 5, white]], np.float32))
+        assert decoder.decode(file_of(floats, "TIFF")).rgb[0, :, 0].tolist() == [0, 51, 255]
 
 
 def test_a_jpeg_within_a_tiff_has_no_more_scans_than_others(decoder):
