@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 TOP = ("app", "engine", "presets", "tools", "widgets")
@@ -31,7 +31,7 @@ def modules(root: Path) -> dict[str, ast.Module]:
     return {_module(file.relative_to(root)): ast.parse(file.read_text("utf-8")) for file in files}
 
 
-def imports(tree: ast.Module, known: set[str]) -> Iterator[str]:
+def imports(tree: ast.Module, known: Set[str]) -> Iterator[str]:
     """The modules among `known` that a module imports, wherever it does, and packages outside the project."""
     for node in _imports(tree):
         if isinstance(node, ast.Import):
@@ -80,7 +80,7 @@ def _imports(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
     return found
 
 
-def room_of(module: str, rooms: set[str]) -> str | None:
+def room_of(module: str, rooms: Set[str]) -> str | None:
     """The innermost room that a module lies in; None if it lies in none."""
     parts = module.split("/")
     prefixes = ("/".join(parts[:n]) for n in range(len(parts), 0, -1))
