@@ -245,7 +245,7 @@ async def test_a_client_that_hangs_up(model_file, monkeypatch, stream):
     engine = FakeEngine([*reply("")[:2], *tokens("Well, "), None])
     async with running(engine, model_file) as (address, service, _, _):
         async with (
-            httpx.AsyncClient() as client,
+            httpx.AsyncClient(verify=False) as client,
             client.stream(
                 "POST", f"{address}/v1/chat/completions", json={**HELLO, "stream": stream}
             ) as response,
@@ -267,7 +267,9 @@ async def test_a_connection_on_which_no_request_comes_is_closed(model_file, monk
         with contextlib.suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
         writer.close()
-        async with httpx.AsyncClient() as client:  # one that asks in time stays, for longer than that
+        async with httpx.AsyncClient(
+            verify=False
+        ) as client:  # one that asks in time stays, for longer than that
             for _ in range(2):
                 assert (await client.get(f"{address}/health")).status_code == 200
                 await asyncio.sleep(0.1)
@@ -338,7 +340,7 @@ async def test_of_connections_beyond_a_limit_the_one_is_closed_that_was_silent_l
         for i in (0, 1, 0):  # the second one has the latest answer but one
             opened[i][1].write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b" 200 " in await opened[i][0].readuntil(b"}")
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(verify=False) as client:
             assert (await client.get(f"{address}/health")).status_code == 200
         with contextlib.suppress(ConnectionError):
             assert await opened[1][0].read() == b""
@@ -373,7 +375,7 @@ async def test_a_signal_lets_answers_end(model_file, monkeypatch, ends):
     engine = FakeEngine([*reply("Well, ")[:-1], None, *reply("good day.")[2:]])
     async with running(engine, model_file) as (address, service, run, _):
         async with (
-            httpx.AsyncClient() as client,
+            httpx.AsyncClient(verify=False) as client,
             client.stream(
                 "POST", f"{address}/v1/chat/completions", json={**HELLO, "stream": True}
             ) as response,
@@ -395,7 +397,10 @@ async def test_a_signal_lets_answers_end(model_file, monkeypatch, ends):
 async def test_a_second_signal_does_not_wait(model_file, monkeypatch):
     monkeypatch.setattr(server_module, "DRAIN_S", 600)
     engine = FakeEngine([*reply("")[:2], None])
-    async with running(engine, model_file) as (address, service, run, _), httpx.AsyncClient() as client:
+    async with (
+        running(engine, model_file) as (address, service, run, _),
+        httpx.AsyncClient(verify=False) as client,
+    ):
         asked = asyncio.create_task(client.post(f"{address}/v1/chat/completions", json=HELLO))
         while not service.processing:
             await asyncio.sleep(0.005)
@@ -423,7 +428,7 @@ async def test_who_comes_while_the_model_loads_waits(model_file, tmp_path):
     engine = synthetic.engine(load_s=0, prefill_s=0, rate=0, tokens=3, until=str(tmp_path / "loaded"))
     async with (
         running(engine, model_file, loads=False, max_waiting=3) as (address, service, _, _),
-        httpx.AsyncClient() as client,
+        httpx.AsyncClient(verify=False) as client,
     ):
         waiting = asking(client, address)
         leaves = asyncio.create_task(client.post(f"{address}/v1/chat/completions", json=HELLO))
@@ -445,7 +450,7 @@ async def test_who_waits_for_a_model_that_does_not_load_is_told_why(model_file, 
     engine = synthetic.engine(load_s=0, load_failure="BackendError", until=str(tmp_path / "loaded"))
     async with (
         running(engine, model_file, loads=False) as (address, service, run, shown),
-        httpx.AsyncClient() as client,
+        httpx.AsyncClient(verify=False) as client,
     ):
         waiting = asking(client, address)
         await until(lambda: service.open == 3)
