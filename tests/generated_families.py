@@ -134,6 +134,10 @@ ARCHITECTURES: dict[str, Parts] = {
         fused=True, keys={"rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.2}
     ),
     "gemma3": GEMMA.but(WINDOW),
+    "plamo3": GEMMA.but(
+        SWA | {"attention.sliding_window_pattern": [True, False] * 32, "rope.freq_base_swa": 500.0},
+        fused=True,
+    ),
     "gemma4": GEMMA.but(GEMMA4 | {"embedding_length_per_layer_input": 32}, layers=True, scaled=True),
     "gemma4-moe": GEMMA.but(
         GEMMA4 | EXPERTS | {"attention.head_count_kv": [2, 1] * 4},

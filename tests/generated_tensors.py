@@ -208,8 +208,9 @@ class Tensors:
             usual = "attn_output_norm" if self.architecture == "dbrx" else "ffn_norm"
             self.norm(prefix + ("post_attention_norm" if parts.renamed else usual))
         if parts.norms_after:
-            self.vector(prefix + "post_attention_norm.weight", self._dim, 1.0)
-            self.vector(prefix + "post_ffw_norm.weight", self._dim, 1.0)
+            suffix = "" if self.architecture == "plamo3" else ".weight"
+            for name in "post_attention_norm", "post_ffw_norm":
+                self.vector(f"{prefix}{name}{suffix}", self._dim, 1.0)
 
     # --- attention ----------------------------------------------------------------------------------------
 

@@ -267,9 +267,10 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
             return
 
         def norm(name: str) -> Vector | None:
-            return self.vector(f"{prefix}{name}.weight", self.dim)
+            bare = f"{prefix}{name}"  # PLaMo's files have names without ".weight"
+            return self.vector(bare if self.has(bare) else f"{bare}.weight", self.dim)
 
-        has_post_norms = self.has(f"{prefix}post_ffw_norm.weight")
+        has_post_norms = any(self.has(f"{prefix}post_ffw_norm{suffix}") for suffix in (".weight", ""))
         is_beside = self.has(f"{prefix}pre_ffw_norm_2.weight")
         before = [norm("attn_norm"), None if is_beside else norm("ffn_norm")]
         after = [norm("post_attention_norm"), norm("post_ffw_norm")] if has_post_norms else [None, None]

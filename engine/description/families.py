@@ -295,6 +295,7 @@ ARCHITECTURES: Mapping[str, Family] = {
     "bailingmoe3": Family(
         interleaved=True, recurrent="keyed delta net", renormalised=False, scoring="sigmoid"
     ),
+    "plamo3": Family(full_attention_every=8, plain_windows=True, window_base=1e4),
     "rwkv7": Family(layer_norms=True),
     "arwkv7": Family(),
     "lfm2": Family(recurrent="short conv", full_attention_every=_NO_LAYER),

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Merger
 
 from engine.formats.gguf import GGUF, damaged
 from engine.formats.string_array import StringArray
+from engine.formats.tokens.cheapest import CheapestTokens
 from engine.formats.tokens.longest import LongestTokens
 from engine.formats.tokens.vocabulary import BYTE, NORMAL, SPACE, UNKNOWN, Vocabulary
 
@@ -46,10 +47,13 @@ class Merges:
         self.warning = ""
         self._spelled: dict[int, list[int]] = {}  # ids after the vocabulary: see `_in_bytes`
         self._vocabulary = vocabulary
-        self._longest: LongestTokens | None = None
+        self._alone: LongestTokens | CheapestTokens | None = None
+        known = [id for id, kind in enumerate(vocabulary.types) if kind == NORMAL]
         if vocabulary.longest:
-            known = (id for id, kind in enumerate(vocabulary.types) if kind == NORMAL)
-            self._longest = LongestTokens({vocabulary.piece(id): id for id in known})
+            self._alone = LongestTokens({vocabulary.piece(id): id for id in known})
+            return
+        if vocabulary.cheapest:
+            self._alone = self._cheapest(gguf, {vocabulary.text(id): id for id in known})
             return
         texts = [*vocabulary.tokens]
         numbers = reversed(range(len(texts)))
@@ -69,14 +73,22 @@ class Merges:
 
     def __call__(self, words: Sequence[str]) -> list[list[int]]:
         """Other threads run meanwhile: the library lets them only if it is given a batch. Raises ModelFileError."""
-        if self._longest:
-            return self._longest(words)
+        if self._alone:
+            return self._alone(words)
         with _reading(self._path):
             found = self.merger.encode_batch_fast([*words], add_special_tokens=False)
         merged = [each.ids for each in found]
         if not self._spelled:
             return merged
         return [[part for id in ids for part in self._spelled.get(id, (id,))] for ids in merged]
+
+    def _cheapest(self, gguf: GGUF, ids: Mapping[str, int]) -> CheapestTokens:
+        v = self._vocabulary
+        spelled = ((v.piece(id), id) for id in np.flatnonzero(v.types == BYTE).tolist())
+        of_bytes = {piece[0]: id for piece, id in spelled if len(piece) == 1}
+        if len(of_bytes) < 256:
+            raise damaged(gguf.path, f"its vocabulary has {len(of_bytes)} of 256 bytes")
+        return CheapestTokens(ids, v.numbers(gguf, "scores", np.float32, 0).tolist(), of_bytes)
 
     def _bpe(self, gguf: GGUF, ids: dict[str, int]) -> Merger:
         v, merge_lines = self._vocabulary, gguf.get("tokenizer.ggml.merges", StringArray)

@@ -52,6 +52,7 @@ _KINDS = {
     "bert": "WordPiece",
     "t5": "unigrams",
     "rwkv": "RWKV's longest tokens",
+    "plamo2": "PLaMo's cheapest tokens",
 }
 
 
@@ -84,8 +85,9 @@ class Vocabulary:
     those of tokenizer.ggml.token_type. `writes_spaces`: whether tokens have spaces and bytes as GPT-2 writes them;
     else `SPACE` stands for a space, and <0xNN> for a byte. `reads_plain`: whether texts are read as they are, spaces
     included. `longest`: whether a token is the longest one that fits, spelled as `engine.formats.tokens.longest` says.
-    `joins_words`: whether merges go across words. `warning` is a sentence about anything unexpected in the file, or "".
-    Raises ModelFileError if the file has no vocabulary, or one of an unknown kind.
+    `cheapest`: whether scores choose them, as `engine.formats.tokens.cheapest` says. `joins_words`: whether merges go
+    across words. `warning` is a sentence about anything unexpected in the file, or "". Raises ModelFileError if the
+    file has no vocabulary, or one of an unknown kind.
     """
 
     def __init__(self, gguf: GGUF) -> None:
@@ -96,8 +98,8 @@ class Vocabulary:
         self.wordpiece, self.unigrams = (kind == name for name in ("bert", "t5"))
         pre = gguf.get("tokenizer.ggml.pre", str, "")
         self.joins_words = kind == "gemma4" or (kind == "gpt2" and pre in LINES)
-        self.longest = kind == "rwkv"
-        self.reads_plain = self.wordpiece or self.unigrams or self.longest
+        self.longest, self.cheapest = (kind == name for name in ("rwkv", "plamo2"))
+        self.reads_plain = self.wordpiece or self.unigrams or self.longest or self.cheapest
         self.writes_spaces = kind == "gpt2" and not self.joins_words
         self.tokens = gguf.get("tokenizer.ggml.tokens", StringArray).head(_embedded(gguf))
         if not len(self.tokens):
@@ -139,7 +141,7 @@ class Vocabulary:
         """Whether a token with the text of a special one is an ordinary token, made by merges: "</s>" in Qwen."""
         if self.sentencepiece or self.types[id] in (UNKNOWN, CONTROL, USER_DEFINED):
             return False
-        if self.longest:
+        if self.longest or self.cheapest:
             return True
         merges = gguf.get("tokenizer.ggml.merges", StringArray)
         return any(merges.has(f"{text[:cut]} {text[cut:]}") for cut in range(1, len(text)))
@@ -160,8 +162,9 @@ class Vocabulary:
             ids = gguf.get(f"tokenizer.ggml.{name}_token_id", int, default), default
             return next((id for id in ids if id is not None and 0 <= id < self.vocab_size), None)
 
-        self.bos_id = special_id("bos", 1 if self.sentencepiece else None)
-        self.eos_id = special_id("eos", 2 if self.sentencepiece else None)
+        has_usual = self.sentencepiece or self.cheapest
+        self.bos_id = special_id("bos", 1 if has_usual else None)
+        self.eos_id = special_id("eos", 2 if has_usual else None)
         if self.wordpiece:  # llama.cpp's numbers where the file has none, as older ones
             cls = special_id("cls", 101)
             self.bos_id, self.eos_id = special_id("bos", cls), special_id("seperator", 102)
@@ -209,6 +212,8 @@ class Vocabulary:
             return raw
         if self.longest:
             return unescaped(raw) if kind == NORMAL else raw
+        if self.cheapest:
+            return raw
         if not self.writes_spaces:
             return raw.replace(SPACE.encode(), b" ")
         try:
