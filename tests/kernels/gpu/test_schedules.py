@@ -184,6 +184,10 @@ def test_gate_and_up_of_many_integers_come_in_digits_with_all_loads_together():
     large, small = (StackedMatrices.single(WeightLayout(12), rows, 3072) for rows in (46080, 8192))
     digits = schedules.with_digits(large, h200, place)
     assert digits.digits and matvec_schedule(digits, h200, place).together == "all"
+    for cols, cut in ((1536, (24, 4, 4)), (3072, (48, 2, 4)), (4096, (64, 2, 4)), (5120, (80, 1, 4))):
+        stack = replace(StackedMatrices.single(WeightLayout(12), 65536, cols), digits=True)
+        s = matvec_schedule(stack, h200, place)
+        assert (s.threads, s.groups, s.rows) == cut  # a row in one step, in four warps at most
     others = [small, StackedMatrices.single(WeightLayout(3), 46080, 3072)]  # Q4_1 was not timed
     assert all(schedules.with_digits(stack, h200, place) == stack for stack in others)
     for chip, at in ((h200, "down"), (replace(h200, multiprocessors=114), place)):
@@ -196,7 +200,9 @@ def test_down_in_six_bits_has_all_loads_together_where_nobody_timed_it():
         StackedMatrices.single(WeightLayout(kind), rows, cols)
         for kind, rows, cols in ((14, 5120, 14336), (13, 5120, 14336), (14, 2560, 9728))
     )
-    assert [matvec_schedule(s, h200, "down").together for s in (down, other, timed)] == ["all", "", ""]
+    found = [matvec_schedule(s, h200, "down") for s in (down, other, timed)]
+    assert [s.together for s in found] == ["all", "", ""]
+    assert [s.early_end for s in found] == [True, True, False]
     assert matvec_schedule(down, h200).together == ""
 
 
@@ -205,6 +211,7 @@ def test_what_nobody_timed_does_for_the_next_product_what_gained_with_all_models
     gates, outs = ([StackedMatrices.single(k, rows, 3072) for k in kinds] for rows in (46080, 3072))
     found = [matvec_schedule(stack, chip, "gate and up") for stack in gates]
     assert [s.releases == WAITED for s in found] == [True, True, False] and not any(s.brings for s in found)
+    assert [(s.together, s.streams) for s in found] == [("", False), ("all", True), ("", False)]
     found = [matvec_schedule(stack, chip, "attention's output") for stack in outs]
     assert [s.brings for s in found] == [2, 0, 0]
     assert [s.releases == usual_release(s.early) for s in found] == [True, True, False]
@@ -216,6 +223,15 @@ def test_what_nobody_timed_does_for_the_next_product_what_gained_with_all_models
     assert matvec_schedule(timed, chip, "gate and up") == Schedule(
         32, 8, 8, releases=MET, streams=True, brings=2
     )
+
+
+def test_gate_and_up_of_experts_that_nobody_timed_load_early_where_kernels_can():
+    stacks = [
+        StackedMatrices.single(Q6_K, 3072, 2560, ChosenExperts(6, 64, added=added)) for added in (False, True)
+    ]
+    for early in (False, True):
+        chip = Chip("sm_90", 132, launches_early=early)
+        assert [matvec_schedule(stack, chip).early for stack in stacks] == [early, False]
 
 
 def test_a_search_tries_first_what_the_model_finds_cheap():
