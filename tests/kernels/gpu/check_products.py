@@ -92,12 +92,12 @@ def check_every_type() -> None:
 
 
 def check_digits() -> None:
-    """Products of one token whose vector comes in digits: as exact as with float32, with integers of 4 bits as with
-    numbers of 15 bits; groups of zeros, threads with unlike numbers of steps, a last block that is not full; and
+    """Products of one token whose vector comes in digits: as exact as with float32, with integers of 4 or 6 bits as
+    with numbers of 15 bits; groups of zeros, threads with unlike numbers of steps, a last block that is not full; and
     numbers that are not finite stay so. A commit is checked with a codebook and scales of parts of blocks."""
     rows, cols, eps = 9, 768, 1e-5
     squares, of_heads = rng.uniform(0, 9, 5).astype(np.float32), rng.uniform(0, 9, (6, 4)).astype(np.float32)
-    for ggml_type in (2, 3, 12, 20, 23, 39) if THOROUGH else (23,):
+    for ggml_type in (2, 3, 12, 14, 20, 23, 39) if THOROUGH else (14, 23):
         layout, limit = WeightLayout(ggml_type), 1e-6 if ggml_type in (20, 23, 39) else 1e-4
         planes, weights = packed(ggml_type, rows, cols)
         stack = replace(StackedMatrices.single(layout, rows, cols), digits=True)

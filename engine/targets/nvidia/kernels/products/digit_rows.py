@@ -1,5 +1,5 @@
-"""Rows of a matrix with a codebook, of integers of 4 bits, or of small floats, times one vector, by instructions that
-multiply four bytes at a time.
+"""Rows of a matrix with a codebook, of integers of 4 or 6 bits, or of small floats, times one vector, by instructions
+that multiply four bytes at a time.
 
 Codes are looked up four at a time, as bytes of a word, and so integers are masked. Each of them would be masked by
 itself before float32 could multiply it, and such instructions are what bounds these products. An instruction that adds
@@ -40,13 +40,11 @@ from engine.targets.nvidia.kernels.uops import (
     tree,
     u32,
 )
-from engine.targets.nvidia.kernels.weights.bit_packing import CENTER, code_words
+from engine.targets.nvidia.kernels.weights.bit_packing import CENTER, BitPacking, code_words
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.weights.weight_layout import Unit, WeightLayout, positions_of
 
 WORD_BYTES = 4
-_OF_INTEGERS_BITS = 4  # the input_scales of matrices of integers of 4 bits
-_SCALED = 32  # columns of a row with a scale
 _WORDS = UNIT // WORD_BYTES  # of a unit, for each digit
 _THREADS = 32
 _EVEN = 0x808080  # makes digits from 0 to 255, and an exclusive or with it makes them have signs again
@@ -55,12 +53,13 @@ _FLOAT, _FLOAT_BITS = 1.5 * 2**23, 0x4B400000  # and its bits, to which whole nu
 
 class Form(NamedTuple):
     """How a vector is divided: the number of digits, the columns of a group, its largest integer, and whether the group
-    has its sum too."""
+    has its sum too. `integer_bits`: of integers that are multiplied as they are in memory; 0 for none."""
 
     digits: int
     group: int
     most: int
     has_sums: bool
+    integer_bits: int = 0
 
     @property
     def group_words(self) -> int:
@@ -74,20 +73,23 @@ class Form(NamedTuple):
         return self.digits * _WORDS * units_of(cols), self.groups(cols) * (2 if self.has_sums else 1)
 
     def columns(self, word: int | UOp) -> list[int | UOp]:
-        """The columns of a group whose digits are the bytes of one of its words. Integers of 4 bits are masked in a
-        word, so that those of every other column remain."""
-        if not self.has_sums:
+        """The columns of a group whose digits are the bytes of one of its words. Integers are masked in a word, so that
+        those of every other column remain."""
+        if not self.integer_bits:
             return [word * WORD_BYTES + k for k in range(WORD_BYTES)]
         return [word // 2 * (2 * WORD_BYTES) + word % 2 + 2 * k for k in range(WORD_BYTES)]
 
 
 _OF_CODES = Form(3, 32, 127 << 16, False)
-_OF_INTEGERS = Form(2, 16, 66 << 8, True)  # sums of 16 products with integers of 4 bits are below 2**22
+_OF_INTEGERS = {
+    4: Form(2, 16, 66 << 8, True, 4),  # sums of 16 products are below 2**22
+    6: Form(2, 8, 127 << 8, True, 6),
+}
 
 
 def form_of(input_scale_bits: int) -> Form:
     """The form for layouts with such input_scales."""
-    return _OF_INTEGERS if input_scale_bits == _OF_INTEGERS_BITS else _OF_CODES
+    return _OF_INTEGERS.get(input_scale_bits, _OF_CODES)
 
 
 def serves(layout: WeightLayout, cols: int) -> bool:
@@ -95,12 +97,13 @@ def serves(layout: WeightLayout, cols: int) -> bool:
     format = layout.format
     large = layout.has_codes and format is not None and len(format.codebook) > 8
     is_known = large or layout.is_e2m1 or has_integers(layout)
-    return is_known and layout.group == _SCALED and cols % UNIT == 0
+    is_scaled = layout.group % form_of(layout.input_scale_bits).group == 0
+    return is_known and is_scaled and cols % UNIT == 0
 
 
 def has_integers(layout: WeightLayout) -> bool:
-    """Whether a matrix has integers of 4 bits that are multiplied as they are in memory."""
-    return layout.input_scale_bits == _OF_INTEGERS_BITS
+    """Whether a matrix has integers of 4 or 6 bits that are multiplied as they are in memory."""
+    return bool(form_of(layout.input_scale_bits).integer_bits)
 
 
 @functools.cache
@@ -221,7 +224,7 @@ class DigitUnit:
         scales, sums = layout.format.scales if layout.format else (), list[UOp]()
         if form.has_sums and (layout.offset or "m" in scales):
             of_groups = [load(factors, first + groups * units + g, inside) for g in range(groups)]
-            each = _SCALED // form.group
+            each = layout.group // form.group
             sums = [tree(of_groups[i : i + each]) for i in range(0, groups, each)]
         return cls(layout, words, [load(factors, first + g, inside) for g in range(groups)], sums)
 
@@ -231,8 +234,8 @@ class DigitUnit:
         offset."""
         format, none = self.layout.format, UOp.const(0, I32)
         assert format
-        if self._form.has_sums:  # the lower digit's sum, and with it that of both, becomes a float
-            return [[UOp.const(_FLOAT_BITS, I32), none]] * len(self.factors)
+        if self._form.has_sums:  # the lower digit's sum, and with it that of both, may become a float
+            return [[UOp.const(_FLOAT_BITS, I32) if self._are_small else none, none]] * len(self.factors)
         if not self.layout.is_e2m1:
             return [[none] * self._form.digits] * len(self.factors)
         offset = u32(0x1010101 * (-format.code_offset & 255))
@@ -245,6 +248,11 @@ class DigitUnit:
     def _form(self) -> Form:
         return form_of(self.layout.input_scale_bits)
 
+    @property
+    def _are_small(self) -> bool:
+        """Whether sums are below 2**22, so that they need no conversion."""
+        return self._form.integer_bits == 4
+
     def _sum(self, codes: Sequence[UOp], own: Sequence[UOp], g: int, start: UOp) -> UOp:
         """`start` and the products of words of codes and of a digit's, of a group."""
         n = self._form.group_words
@@ -253,17 +261,21 @@ class DigitUnit:
     def dot(self, loaded: Unit) -> UOp:
         """The product with a unit of a row."""
         sums = self._sums_of_integers(loaded) if self._form.has_sums else self._sums_of_codes(loaded)
-        products, each = [a * b for a, b in zip(sums, self.factors, strict=True)], _SCALED // self._form.group
+        products = [a * b for a, b in zip(sums, self.factors, strict=True)]
+        each = self.layout.group // self._form.group
         dots = [chain(products[i : i + each]) for i in range(0, len(products), each)]
         return loaded.of_dots(dots, self.sums)
 
     def _sums_of_integers(self, loaded: Unit) -> list[UOp]:
         """The sum of each group, of weights that are integers."""
         words = [mask(shift_right(word, by), 0x0F0F0F0F) for word in loaded.words for by in (0, 4)]
+        if self._form.integer_bits == 6:
+            words = BitPacking(6).joined(loaded.words, apart=True)
         sums = []
         for g, starts in enumerate(self._starts):
             low, high = (self._sum(words, own, g, s) for own, s in zip(self.words, starts, strict=True))
-            sums.append((high * 256 + low).bitcast(F32) - f32(_FLOAT))
+            both = high * 256 + low
+            sums.append(both.bitcast(F32) - f32(_FLOAT) if self._are_small else both.cast(F32))
         return sums
 
     def _sums_of_codes(self, loaded: Unit) -> list[UOp]:

@@ -1,15 +1,11 @@
 """Integers of 2, 3, 4, 5, 6 or 8 bits packed in 32-bit words, and how kernels unpack them.
 
-Each word holds as many whole integers as fit. The bits left over at the top of the words of a period make up the
-period's last integer:
+A word holds 16, 8 or 4 integers of 2, 4 or 8 bits. Of 6 bits, a period of 16 integers has three words: each byte holds
+one, and the upper two bits of bytes in the same place are those of another. Kernels join these to a fourth word before
+they read them (`BitPacking.joined`). As of 4 bits, the bytes of a word are those of every other column.
 
-    bits  words  integers of a period
-       2      1        16 = 16 whole
-       4      1         8 = 8 whole
-       6      3        16 = 5 whole in each word, 1 of spare bits
-       8      1         4 = 4 whole
-
-Of 3 or 5 bits, a quarter of a unit, 16 columns, takes 1 or 2 words and a half of one, so that threads which have a
+Of 3 or 5 bits, each word holds as many whole integers as fit, and the bits left over at the top make up a last one. A
+quarter of a unit, 16 columns, takes 1 or 2 words and a half of one, so that threads which have a
 quarter each read nothing of another's but that other half. The period is the unit: the words of its quarters, then two
 words of halves.
 
@@ -17,7 +13,7 @@ words of halves.
        3    1.5        16 = 10 whole in a word, 5 in a half, 1 of spare bits
        5    2.5        16 = 6 whole in each word, 3 in a half, 1 of spare bits
 
-Columns four apart lie half a word apart there, as tensor cores' kernels want them (`half_pairs`).
+Columns four apart lie half a word apart there, and in joined words, as tensor cores' kernels want them (`half_pairs`).
 
 **Fields as denormals.** If a field of a word lies within the lowest 24 bits, with its lowest bit at p, the masked word
 read as a float32 is exactly q * 2**(p - 149). The kernel that produces activations multiplies them by 2**(CENTER - p).
@@ -46,6 +42,7 @@ from engine.targets.nvidia.kernels.weights.matrix_bytes import QUARTER, UNIT
 
 CENTER = 100
 DENORMAL_EXPONENT = 149  # float32's smallest denormal is 2**-149
+_WORD_BYTES = 4
 _MANTISSA = 24  # bits of a float32's significand
 _STORED, _BIAS = 23, 127  # of these, the stored ones; the bias of its exponent
 _FRACTION_TOP = 15  # the lowest of the upper eight stored bits of the significand
@@ -76,6 +73,11 @@ class BitPacking:
         return self.bits % 2 == 1
 
     @property
+    def has_bytes(self) -> bool:
+        """Whether integers have bytes of their own, some of them once their bits are joined."""
+        return self.bits == 6
+
+    @property
     def period(self) -> int:
         """Integers in a period."""
         return UNIT if self.has_halves else math.lcm(self.bits, 32) // self.bits
@@ -84,6 +86,11 @@ class BitPacking:
     def words(self) -> int:
         """Words in a period."""
         return self.period * self.bits // 32
+
+    @property
+    def joined_words(self) -> int:
+        """Words in a period, once they are joined."""
+        return self.period // _WORD_BYTES if self.has_bytes else self.words
 
     @property
     def whole(self) -> int:
@@ -96,12 +103,31 @@ class BitPacking:
         return QUARTER * self.bits // 32
 
     def fields(self, j: int) -> list[Field]:
-        """The bits of integer j of a period: one field, or several if it consists of spare bits."""
+        """The bits of integer j of a period in memory: one field, or several if it consists of spare bits."""
         if self.has_halves:
             return self._fields_of_quarters(j)
-        if j < self.whole * self.words:
-            return [Field(j // self.whole, j % self.whole * self.bits, self.bits, 0)]
-        return self._spare([(word, 32, 32 % self.bits) for word in range(self.words)])
+        if self.has_bytes:
+            ((word, low, _, _),) = fields = self.joined_fields(j)
+            return fields if word < self.words else self._spare([(w, low + 8, 2) for w in range(self.words)])
+        return [Field(j // self.whole, j % self.whole * self.bits, self.bits, 0)]
+
+    def joined_fields(self, j: int) -> list[Field]:
+        """As `fields`, once the words are joined."""
+        if not self.has_bytes:
+            return self.fields(j)
+        return [Field(j // 8 * 2 + j % 2, j % 8 // 2 * 8, self.bits, 0)]
+
+    def joined(self, words: Sequence[UOp], apart: bool = False) -> list[UOp]:
+        """The words of periods as integers are read from them. `apart`: whether a byte has no bits of other ones."""
+        if not self.has_bytes:
+            return [*words]
+        joined: list[UOp] = []
+        for first in range(0, len(words), self.words):
+            three = words[first : first + self.words]
+            joined += [mask(word, 0x3F3F3F3F) for word in three] if apart else three
+            spare = [mask(shift(word, 6 - 2 * i), 0x03030303 << 2 * i) for i, word in enumerate(three)]
+            joined.append(bitwise_or(spare))
+        return joined
 
     def _fields_of_quarters(self, j: int) -> list[Field]:
         (quarter, column), n = divmod(j, QUARTER), self.quarter_words
@@ -128,7 +154,7 @@ class BitPacking:
     def position(self, j: int) -> int:
         """The bit at which `unpack` leaves integer j: where it is if that is within a significand. Otherwise it and the
         integers above it in its word, or its half of one, are shifted down by as many bits."""
-        (word, low, _, _), *others = self.fields(j % self.period)
+        (word, low, _, _), *others = self.joined_fields(j % self.period)
         if others:
             return 0
         if low + self.bits <= _MANTISSA:
@@ -139,14 +165,14 @@ class BitPacking:
         return low - (16 if is_half else (_MANTISSA - self.bits) // self.bits * self.bits + self.bits)
 
     def unpack(self, words: Sequence[UOp], j: int) -> UOp:
-        """Integer j of the period in `words`, shifted left by `position(j)`: uint32; the bits of a float32 if that is
-        149, where a denormal is the number itself."""
+        """Integer j of the period in joined `words`, shifted left by `position(j)`: uint32; the bits of a float32 if
+        that is 149, where a denormal is the number itself."""
         if self.position(j) == DENORMAL_EXPONENT:
             return shift_right(words[j // self.whole], 24).cast(F32).bitcast(dtypes.uint32)
         return bitwise_or(self._moved(words, j, self.position(j)))
 
     def unpack_above_256(self, words: Sequence[UOp], j: int) -> UOp:
-        """256 + q as a float32, where q is integer j of the period in `words`. q goes to the upper bits of the
+        """256 + q as a float32, where q is integer j of the period in joined `words`. q goes to the upper bits of the
         significand, so no conversion is needed."""
         return bitwise_or([*self._moved(words, j, _FRACTION_TOP), u32(_BASE)]).bitcast(F32)
 
@@ -154,7 +180,7 @@ class BitPacking:
         """(base + q as a float32, base): as `unpack_above_256`, with fewer shifts. Fields that lie within a significand
         stay where they are, and the others of a word are shifted together, so the base is another power of two for
         each place: up to 2**(23 - least), of which float32 still resolves 1 / 1000."""
-        (word, low, n, _), *others = self.fields(j)
+        (word, low, n, _), *others = self.joined_fields(j)
         if others:
             return self.unpack_above_256(words, j), 256.0
         least, most = min(14 - self.bits, 11), _STORED - self.bits
@@ -171,7 +197,7 @@ class BitPacking:
     def _moved(self, words: Sequence[UOp], j: int, to: int) -> list[UOp]:
         """The fields of integer j, moved to bit `to` and masked."""
         parts = []
-        for word, low, n, start in self.fields(j):
+        for word, low, n, start in self.joined_fields(j):
             part = shift(words[word], low - (to + start))
             is_alone = low + n == 32 and to + start == 0  # the shift has cleared all other bits
             parts.append(part if is_alone else mask(part, ((1 << n) - 1) << (to + start)))

@@ -56,7 +56,8 @@ def unit_pairs(unit: Unit) -> list[Pair]:
     if layout.format is None:
         return _floats(layout, unit.words, UNIT)
     scales = [_scales(layout, *unit.factors(g)) for g in range(UNIT // layout.group)]
-    runs = (_run(layout, unit.words, first, *scales[first // layout.group]) for first in range(0, UNIT, RUN))
+    words = BitPacking(layout.bits).joined(unit.words)
+    runs = (_run(layout, words, first, *scales[first // layout.group]) for first in range(0, UNIT, RUN))
     return [pair for run in runs for pair in run]
 
 
@@ -67,7 +68,7 @@ def quarter_pairs(layout: WeightLayout, loaded: Sequence[UOp], part: UOp) -> lis
     if layout.format is None:
         return _floats(layout, loaded, QUARTER)
     words, d, m = layout.integers(loaded, part)
-    scales = _scales(layout, d, m)
+    words, scales = BitPacking(layout.bits).joined(words), _scales(layout, d, m)
     return [pair for first in range(0, QUARTER, RUN) for pair in _run(layout, words, first, *scales)]
 
 
@@ -99,7 +100,7 @@ def _center(layout: WeightLayout) -> int:
 def _run(
     layout: WeightLayout, words: Sequence[UOp], first: int, scale: UOp, minimum: UOp | None
 ) -> list[Pair]:
-    """The weights of eight columns of a group from `first` on."""
+    """The weights of eight columns of a group from `first` on. `words`: joined."""
     format = layout.format
     if layout.is_e2m1:
         power = E2M1_HALF_EXPONENT - _center(layout)
@@ -136,7 +137,7 @@ def _weights(bits: int, first: _At, second: _At, offset: float, scale: UOp, mini
 def _window(packing: BitPacking, words: Sequence[UOp], column: int) -> _At:
     """A word and the first of two of its bytes that hold the integer of a column, and the lowest bit of that."""
     period, place = divmod(column, packing.period)
-    words, fields = words[period * packing.words :], packing.fields(place)
+    words, fields = words[period * packing.joined_words :], packing.joined_fields(place)
     if len(fields) > 1:
         moved = [mask(shift(words[w], low - start), ((1 << n) - 1) << start) for w, low, n, start in fields]
         return (bitwise_or(moved), 0), 0

@@ -122,7 +122,8 @@ class WeightLayout:
     def _unpacked(self, words: Sequence[UOp]) -> tuple[BitPacking, list[UOp]]:
         """Words of integers, or of the codes that they stand for, and how these are packed."""
         if not self.has_codes:
-            return BitPacking(self.bits), list(words)
+            packing = BitPacking(self.bits)
+            return packing, packing.joined(words)
         codes = [code for word in words for code in code_words(word, self.codes)]
         return BitPacking(_CODE_BITS), codes
 
@@ -300,12 +301,13 @@ class WeightLayout:
             return [self.float_of(loaded, j) for j in range(QUARTER)]
         integers, d, m = self.integers(loaded, part)
         packing, words = self._unpacked(integers)
+        n = packing.joined_words
 
         def fraction(j: int) -> UOp:
             k, j = divmod(j, packing.period)
             if self.is_e2m1:
                 return from_e2m1(words[k], j)
-            return packing.unpack_above_256(words[k * packing.words : (k + 1) * packing.words], j)
+            return packing.unpack_above_256(words[k * n : (k + 1) * n], j)
 
         values = [fraction(j) for j in range(QUARTER)]
         if self.is_e2m1:
@@ -397,11 +399,11 @@ class Unit:
         for g in range(UNIT // n):
             terms = [sums[g] * f32(-layout.offset)] if layout.offset else []
             for j in range(g * n, (g + 1) * n):
-                k, i = j // packing.period * packing.words, j % packing.period
+                k, i = j // packing.period * packing.joined_words, j % packing.period
                 if layout.is_e2m1:
                     field = small[k * 4 + i % 4][i // 4]
                 else:
-                    field = packing.unpack(words[k : k + packing.words], i).bitcast(F32)
+                    field = packing.unpack(words[k : k + packing.joined_words], i).bitcast(F32)
                 terms.append(field * xs[j])
             dots.append(chain(terms))
         return self.scaled(dots, sums)
@@ -456,12 +458,12 @@ class Unit:
             d, m = self.factors(g)
             offsets: dict[float, UOp] = {}
             for j in range(g * n, (g + 1) * n):
-                k, place = j // packing.period * packing.words, j % packing.period
+                k, place = j // packing.period * packing.joined_words, j % packing.period
                 if layout.is_e2m1:
                     small = from_e2m1(words[k], place)
                     values.append(small * (d * f32(2.0**E2M1_HALF_EXPONENT)))
                     continue
-                value, base = packing.unpack_above_base(words[k : k + packing.words], place)
+                value, base = packing.unpack_above_base(words[k : k + packing.joined_words], place)
                 if base not in offsets:
                     offset = d * f32(-base - layout.offset)
                     offsets[base] = offset if m is None else offset - m
