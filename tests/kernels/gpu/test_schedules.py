@@ -226,12 +226,11 @@ def test_what_nobody_timed_does_for_the_next_product_what_gained_with_all_models
 
 
 def test_gate_and_up_of_experts_that_nobody_timed_load_early_where_kernels_can():
-    stacks = [
-        StackedMatrices.single(Q6_K, 3072, 2560, ChosenExperts(6, 64, added=added)) for added in (False, True)
-    ]
-    for early in (False, True):
-        chip = Chip("sm_90", 132, launches_early=early)
-        assert [matvec_schedule(stack, chip).early for stack in stacks] == [early, False]
+    kinds = [(WeightLayout(12), False), (WeightLayout(12), True), (Q6_K, False)]
+    stacks = [StackedMatrices.single(kind, 3072, 2560, ChosenExperts(6, 64, added)) for kind, added in kinds]
+    for launches_early in (False, True):
+        chip = Chip("sm_90", 132, launches_early=launches_early)
+        assert [matvec_schedule(stack, chip).early for stack in stacks] == [launches_early, False, False]
 
 
 def test_a_search_tries_first_what_the_model_finds_cheap():

@@ -116,7 +116,8 @@ def matvec_schedule(stack: StackedMatrices, chip: Chip = _UNKNOWN, place: Place 
     s = _by_rule(stack.rows, stack.units, min_blocks / stack.slots, min_steps)
     if stack.experts:
         s = _at_a_time(stack, s, chip)
-        is_early = chip.launches_early and not stack.experts.added
+        is_q4 = all(layout.name == "Q4_K" for layout, _ in stack.matrices)  # others were not timed
+        is_early = chip.launches_early and is_q4 and not stack.experts.added
         return replace(s, early=True, releases=usual_release(is_early=True)) if is_early else s
     return _unless_dear(stack, _slim(s) if has_large_codebook(stack) else s, chip)
 
@@ -151,7 +152,7 @@ def _for_the_next(s: Schedule, stack: StackedMatrices, place: Place) -> Schedule
     types = {layout.name for layout, _ in stack.matrices}
     if place == "down" and s.early:
         return replace(s, early_end=True, together="all" if types == {"Q6_K"} else "")
-    if place == "gate and up" and types == {"Q8_0"}:
+    if place == "gate and up" and s.early and types == {"Q8_0"}:
         return replace(s, releases="after its wait", together="all", streams=True)
     is_small = stack.n_bytes < stack.rows * stack.cols
     brings = _BROUGHT_BY_OUTPUT if place == "attention's output" and is_small else 0
