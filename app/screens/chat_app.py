@@ -281,7 +281,7 @@ class ChatApp(
         elif self.session.is_answering:
             self.run_worker(self.session.stop())
         elif self.session.candidate is not None:
-            self.notice(f"{self.session.candidate.name} is given up")
+            self.notice(f"{self.session.candidate.name} was given up")
             self.session.cancel_switch()
         elif self.session.queued:
             self.session.take_back()

@@ -167,7 +167,7 @@ class EngineActions(App[None]):
                 "The context is as long as the model was trained for: Ctrl+L chooses a model with a longer one"
             )
         elif setup.options.context_length == "max":
-            self.column.notice("Memory has room for no longer context: Ctrl+L chooses a smaller model")
+            self.column.notice("There is no memory for a longer context: Ctrl+L chooses a smaller model")
         else:
             self.switch_options("the longest context", context_length="max")
 

@@ -126,7 +126,7 @@ def _appended_agent(
             try:
                 tomllib.loads(made)
             except ValueError:
-                raise UsageError(f"{file} would be no TOML with these lines.", _BY_HAND) from None
+                raise UsageError(f"{file} would not be valid TOML with these lines.", _BY_HAND) from None
         return made
 
     return Agent(name, title, run, file, lines, merged)

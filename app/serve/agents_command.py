@@ -25,7 +25,7 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
     """Prints the lines of configuration, or writes them, and returns the exit code. Raises OrinError."""
     args = _parse(arguments)
     if unknown := [name for name in args.names if name not in AGENTS]:
-        raise UsageError(f"There is nothing known of {unknown[0]!r}.", f"Known are {', '.join(AGENTS)}.")
+        raise UsageError(f"orin-chat does not know {unknown[0]!r}.", f"It knows {', '.join(AGENTS)}.")
     chosen = [AGENTS[name] for name in args.names or AGENTS]
     endpoint = _endpoint(args)
     for remark in endpoint.remarks:

@@ -139,7 +139,7 @@ async def test_a_full_context_goes_on_with_the_longest_one(hub, setup, first, hi
         assert engine.prompts() == [[("user", "Tell me all"), ("assistant", "So much")]]
         await user.idle()
         await user.press("ctrl+p", *"longest", "enter")
-        await user.sees("Memory has room for no longer context")
+        await user.sees("There is no memory for a longer context")
 
 
 async def test_no_longer_context_is_offered_than_the_model_was_trained_for(history):

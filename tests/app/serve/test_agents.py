@@ -54,7 +54,7 @@ def test_what_is_printed(server, capsys):
     assert "model_context_window=8192" in out
     with pytest.raises(UsageError, match="no model x"):
         ask(server, "codex", "--model", "x")
-    with pytest.raises(UsageError, match="nothing known of 'emacs'"):
+    with pytest.raises(UsageError, match="does not know 'emacs'"):
         ask(server, "emacs")
     with pytest.raises(BackendError, match="refuses: 401"):
         run(["--server", server], Settings())
@@ -90,7 +90,7 @@ def test_a_link_stays_and_a_file_that_another_way_of_writing_would_break(server,
     assert linked.is_symlink() and "orin-chat" in kept.read_text()
     for text in ("model_providers = {}\n", '[model_providers."orin-chat"]\n', "model = 'a\n"):
         kept.write_text(text)
-        with pytest.raises(UsageError, match="would be no TOML"):
+        with pytest.raises(UsageError, match="would not be valid TOML"):
             ask(server, "codex", "--write", "--yes")
         assert kept.read_text() == text
 
