@@ -42,6 +42,7 @@ class NetSteps:
             x = captured(size, (shape_of(block), x.shape), run)(x, *self._all.of(block))
             if done in self._net.read:
                 read.append(x.clone().realize())  # the next step of this shape writes there
+        yield Progress(self.count, total)
         return captured(size, "end", self._end)(*read)
 
     def _end(self, first: Tensor, *others: Tensor) -> Tensor:
