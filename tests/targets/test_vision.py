@@ -16,6 +16,7 @@ from engine.formats.gguf import GGUF
 from engine.loading.weights import FileWeights
 from engine.targets.cpu import picture_chunks
 from engine.targets.cpu.kernels.memory import view
+from engine.targets.cpu.kernels.thread_pool import ThreadPool
 from engine.targets.cpu.picture_coverage import lacks, scratch_bytes
 from engine.targets.cpu.runner import CPURunner
 from engine.targets.cpu.vision import CPUEncoder
@@ -239,8 +240,11 @@ def changed(data, rng):
 
 @thorough
 @pytest.mark.parametrize("kind", KINDS)
-def test_changed_files_are_refused_or_read(kind, tmp_path):
-    """1,000 in all: an error in words, or embeddings of the promised shape."""
+def test_changed_files_are_refused_or_read(kind, tmp_path, monkeypatch):
+    """250 of each kind: an error in words, or embeddings of the promised shape. A pool has room for so many encoders,
+    not for those of all kinds."""
+    pool = ThreadPool(1)
+    monkeypatch.setattr("engine.targets.cpu.picture_kernels.default_pool", lambda: pool)
     original = generated_encoder.write(tmp_path / "e.gguf", kind, half=True).read_bytes()
     rgb, refused = noise(40, 30), 0
     for seed in range(250):
