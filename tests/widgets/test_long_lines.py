@@ -1,6 +1,7 @@
 """A long line is wrapped and cut as Textual does it."""
 
 import random
+import tracemalloc
 
 import pytest
 from rich.console import Console
@@ -27,6 +28,17 @@ def test_rows_begin_where_textual_begins_them(all_long):
         text += chance.choice(("", "é", "\t", "日本"))  # not plain
         width = chance.randrange(1, 12)
         assert wrap_offsets(text, width, 4) == compute_wrap_offsets(text, width, 4), (text, width)
+
+
+def test_of_a_long_word_no_copy_of_the_line_is_made():
+    """With one for each word, a megabyte took seconds at each key."""
+    text = ("x" * 999 + " ") * 200
+    tracemalloc.start()
+    try:
+        assert len(wrap_offsets(text, 500, 4)) == 399
+        assert tracemalloc.get_traced_memory()[1] < len(text) / 4
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("text", ["one two three ", "one\ttwo three "])

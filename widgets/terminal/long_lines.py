@@ -5,6 +5,7 @@ draws: 1 to 2 s for a megabyte. Here a plain line is wrapped row by row, and of 
 that is drawn.
 """
 
+import re
 from collections.abc import Iterable
 from itertools import pairwise
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from textual.document import _wrapped_document
 from textual.document._wrapped_document import WrappedDocument
 
 _SHORT_CHARS = 1000  # of a line that is left to Textual
+_WORD = re.compile("[^ ]* *")
 
 
 class _Rows(Lines):
@@ -81,19 +83,14 @@ def _last_word(text: str, row: int, limit: int) -> int:
     while (space := text.rfind(" ", row, end)) >= 0:
         if text[space + 1] != " ":
             return space + 1
-        end = row + len(
-            text[row:space].rstrip(" ")
-        )  # these spaces go on behind the limit, so their word does
+        # These spaces go on behind the limit, so the word before them does, too.
+        end = row + len(text[row:space].rstrip(" "))
     return row
 
 
 def _end_of_word(text: str, row: int) -> int:
-    """Of the word at `row`, with the spaces behind it."""
-    space = text.find(" ", row)
-    if space < 0:
-        return len(text)
-    rest = text[space:].lstrip(" ")
-    return len(text) - len(rest)
+    """Where the word at `row` ends, with the spaces behind it."""
+    return match.end() if (match := _WORD.match(text, row)) else row
 
 
 def _sections(document: WrappedDocument, line_index: int) -> list[str]:
