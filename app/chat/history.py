@@ -90,7 +90,7 @@ class History(HistoryDatabase):
     # --- one chat ---------------------------------------------------------------------------------------
 
     def new_chat(self, model: str) -> int:
-        now = time.time()
+        now, self._end = time.time(), ()  # a chat that is deleted leaves its id to this one
         sql = "INSERT INTO chats (model, created, updated) VALUES (?, ?, ?)"
         with self._transaction():
             chat_id = self._insert(sql, _storable(model), now, now)

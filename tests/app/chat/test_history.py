@@ -87,6 +87,17 @@ def test_a_message_comes_last_whatever_was_written_meanwhile(history):
     assert contents(history, chat_id) == ["1", "5", "6"]
 
 
+def test_a_chat_that_takes_the_id_of_a_deleted_one_begins_anew(history):
+    deleted = history.new_chat("m")
+    history.append(deleted, user("Hi"))
+    history.delete(deleted)
+    assert history.new_chat("m") == deleted
+    first = history.append(deleted, user("1"))
+    history.truncate(deleted, 0)
+    history.append(deleted, user("1, edited"))
+    assert history.versions(deleted).mark(first)[1] == 2
+
+
 def test_a_system_prompt_comes_first_whenever_it_is_written(history):
     chat_id, other = history.new_chat("m"), history.new_chat("m")
     history.append(chat_id, user("Is it?"))
