@@ -101,17 +101,22 @@ def draft_model(args: Namespace, settings: Settings) -> Path | None:
 
 
 def adapters(asked: str | None) -> str:
-    """The adapters of --lora, with their whole paths (`EngineOptions.lora`). Raises UsageError if a file is missing."""
+    """The adapters of --lora, with their whole paths (`EngineOptions.lora`). Raises UsageError if a file is missing, or
+    has a path with a comma."""
     if asked is None:
         return ""
     from engine.loading.adapters import parse_adapters
 
     found = [replace(adapter, path=adapter.path.expanduser()) for adapter in parse_adapters(asked)]
+    form = "Give the path of a LoRA adapter: --lora FILE, or --lora FILE:SCALE."
+    if not found:
+        raise UsageError("--lora names no file.", form)
     for adapter in found:
         if not adapter.path.is_file():
+            raise UsageError(f"There is no file {one_line(str(adapter.path))}.", form)
+        if "," in (path := str(adapter.path.resolve())):
             raise UsageError(
-                f"There is no file {one_line(str(adapter.path))}.",
-                "Give the path of a LoRA adapter: --lora FILE, or --lora FILE:SCALE.",
+                f"{one_line(path)} has a comma, which ends the name of an adapter.", "Give it another name."
             )
     return ",".join(f"{adapter.path.resolve()}:{adapter.scale:g}" for adapter in found)
 

@@ -30,7 +30,7 @@ from engine.formats.quantization import FLOATS
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
-_NAMED = re.compile(r"(?P<path>.+?)(?::(?P<scale>-?(?:\d+\.?\d*|\.\d+)))?", re.DOTALL)
+_NAMED = re.compile(r"(?P<path>.+?)(?::(?P<scale>-?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?))?", re.DOTALL)
 _Q8_0 = next(number for number, kind in GGML_TYPES.items() if kind.name == "Q8_0")
 _RUN = 1 << 17
 """Weights that a thread changes at a time: they stay in a core's cache."""

@@ -180,5 +180,12 @@ def test_adapters_are_named_by_their_whole_paths(tmp_path):
         adapters(parse("--lora", "a.py,b.bin:.5").lora) == f"{tmp_path / 'a.py'}:1,{tmp_path / 'b.bin'}:0.5"
     )
     assert adapters(parse().lora) == ""
+    assert adapters("a.py:0.00001") == f"{tmp_path / 'a.py'}:1e-05"
     with pytest.raises(UsageError, match=r"There is no file c\.gguf"):
+        adapters("c.gguf:2")
+    with pytest.raises(UsageError, match="names no file"):
+        adapters("")
+    (tmp_path / "a, b").touch()
+    (tmp_path / "c.gguf").symlink_to("a, b")
+    with pytest.raises(UsageError, match="has a comma"):
         adapters("c.gguf:2")
