@@ -15,9 +15,6 @@ def meant(name: str) -> str:
     return hub_hint(name) or "Check the path for a typing error."
 
 
-# --- rm ------------------------------------------------------------------------------------------------
-
-
 def encoder_text(encoder: Path) -> str:
     """The encoder of pictures that belongs to a model."""
     return f"{encoder.name} ({as_bytes(encoder.stat().st_size)}): {encoder}"
