@@ -148,6 +148,11 @@ class Service:
     _open_by: Counter[str] = field(default_factory=Counter)  # how many answers each address has open
 
     @property
+    def context_length(self) -> int:
+        """In tokens; 0 while the model is not loaded."""
+        return self.ready.context_length if self.ready else 0
+
+    @property
     def waiting(self) -> int:
         return self.open - self.processing
 

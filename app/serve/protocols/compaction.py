@@ -7,9 +7,8 @@ of the kind `compaction`, which the client sends back in place of all that came 
 """
 
 import base64
-import binascii
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +47,7 @@ _SUMMARY = "Of the conversation so far, this summary is left:\n\n"
 def summary_request(body: chat.ChatBody, service: Service) -> tuple[Generate, str]:
     """The engine's request for a summary of a conversation, whose `body` is changed to ask for it, and which part of it
     is left out. The prompt begins as those before, so that little of it has to be read. Raises ApiError."""
-    context = service.ready.context_length if service.ready else 0
+    context = service.context_length
     body.messages = [*body.messages, ChatMessage("user", _ASKED)]
     body.max_tokens = int(context * SUMMARY_SHARE) or None
     body.reasoning, body.response_format, body.tool_choice = Reasoning(effort="none"), None, None
@@ -109,7 +108,7 @@ def message_of(item: dict[str, Any]) -> ChatMessage | None:
         return None
     try:
         text = base64.b64decode(sealed[len(SEALED) :], validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:
         return None
     return ChatMessage("user", _SUMMARY + text)
 
@@ -118,15 +117,17 @@ def message_of(item: dict[str, Any]) -> ChatMessage | None:
 class Compaction(ResponseReply):
     """A response whose one item is the summary."""
 
-    _repeated: list[Json] | None = None
+    repeats: Sequence[dict[str, Any]] | None = None
+    """The items before the summary, if it was asked for at its own path: there it has the messages of the user among
+    them, the newest ones, as far as `SUMMARY_SHARE` of `context` has room for them."""
+    context: Callable[[], int] = lambda: 0
+    """The context in tokens, which is not known before the model is loaded."""
     _texts: list[str] = field(default_factory=list)
     _thoughts: list[str] = field(default_factory=list)
 
-    def repeats(self, items: Sequence[dict[str, Any]], most_tokens: int) -> None:
-        """It was asked for at its own path: there it has the messages of the user before it, the newest ones with about
-        so many tokens."""
-        kept, left_chars = list[Json](), _CHARS_A_TOKEN * most_tokens
-        for item in reversed(items):
+    def _repeated(self) -> list[Json]:
+        kept, left_chars = list[Json](), int(_CHARS_A_TOKEN * SUMMARY_SHARE * self.context())
+        for item in reversed(self.repeats or ()):
             if item.get("type", "message") != "message" or item.get("role") != "user":
                 continue
             content = item.get("content") or ""
@@ -136,7 +137,7 @@ class Compaction(ResponseReply):
                 break
             head = {"id": f"msg_{secrets.token_hex(24)}", "type": "message", "status": "completed"}
             kept.append({**head, "role": "user", "content": parts})
-        self._repeated = kept[::-1]
+        return kept[::-1]
 
     def delta(self, i: int, delta: AnswerDelta) -> Iterable[Json]:
         self._texts.append(delta.content)
@@ -155,15 +156,15 @@ class Compaction(ResponseReply):
             yield self._event(kind, output_index=0, item=item)
 
     def close(self) -> Iterable[Json]:
-        return super().close() if self._repeated is None else ()
+        return super().close() if self.repeats is None else ()
 
     def whole(self) -> Json:
-        if self._repeated is None:
+        if self.repeats is None:
             return self.response("completed")
         return {
             "id": self.id,
             "object": "response.compaction",
             "created_at": self.created,
-            "output": [*self._repeated, *self.output],
+            "output": [*self._repeated(), *self.output],
             "usage": self._usage(),
         }

@@ -154,7 +154,7 @@ def text_of(body: IdsBody, service: Service) -> Json:
 
 
 def context(service: Service) -> Json:
-    return {"value": service.ready.context_length if service.ready else 0}
+    return {"value": service.context_length}
 
 
 def named(service: Service) -> Json:

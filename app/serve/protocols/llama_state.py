@@ -17,7 +17,10 @@ def props(service: Service) -> Json:
     """What llama-server tells of itself and its model (GET /props)."""
     file, can = service.file, capabilities(service)
     return {
-        "default_generation_settings": {"n_ctx": _context(service), "params": defaults(service.sampling)},
+        "default_generation_settings": {
+            "n_ctx": service.context_length,
+            "params": defaults(service.sampling),
+        },
         "total_slots": service.parallel,
         "model_alias": service.model,
         "model_path": service.model,
@@ -48,7 +51,7 @@ def slots(service: Service, *, must_be_free: bool) -> list[Json]:
     return [
         {
             "id": i,
-            "n_ctx": _context(service),
+            "n_ctx": service.context_length,
             "speculative": False,
             "is_processing": slot is not None,
             "n_prompt_tokens": slot.prompt_n if slot else 0,
@@ -85,10 +88,6 @@ def counted(body: chat.ChatBody, service: Service) -> Json:
     """How many tokens a chat has. May take as long as it is. Raises ApiError."""
     n = len(chat.encoded(body, service).ids)
     return {"object": "response.input_tokens", "input_tokens": n}
-
-
-def _context(service: Service) -> int:
-    return service.ready.context_length if service.ready else 0
 
 
 class Adapter(msgspec.Struct):

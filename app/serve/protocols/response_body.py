@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from app.serve.protocols.common.requests import StreamOptions
+from app.serve.protocols.common.requests import MAX_USER, StreamOptions
 from app.serve.protocols.common.thinking import Reasoning
 
 
@@ -57,6 +57,11 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     @property
     def wants_logprobs(self) -> bool:
         return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
+
+    @property
+    def asker(self) -> str:
+        """The user for whom a client asks, by its word; "" if it does not say."""
+        return (self.safety_identifier or self.user or "")[:MAX_USER]
 
     @property
     def earlier_id(self) -> str | None:

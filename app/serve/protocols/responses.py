@@ -6,7 +6,6 @@ items, as Vercel's AI SDK does. What a model thought is an item of its own. Clie
 """
 
 import base64
-import binascii
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -29,7 +28,6 @@ from app.serve.protocols.common.json_values import converted
 from app.serve.protocols.common.pictures import NOTHING_ELSE, PICTURES
 from app.serve.protocols.common.remembered import Conversations, Remembered
 from app.serve.protocols.common.reply import Asked, Json
-from app.serve.protocols.common.requests import MAX_USER
 from app.serve.protocols.common.thinking import Reasoning
 from app.serve.protocols.common.tools import (
     Allowed,
@@ -50,7 +48,6 @@ from app.serve.service import Service
 def asked(body: ResponsesBody, service: Service, kept: Conversations, owner: str) -> Asked:
     """May take as long as the text is. Raises ApiError."""
     made, spaces, items = as_chat(body, kept, owner)
-    user = (body.safety_identifier or body.user or "")[:MAX_USER]
     if compaction.is_asked(items):
         summary, note = compaction.summary_request(made, service)
         short = compaction.Compaction(body, service.model, service.file.tokenizer, Tools())
@@ -59,7 +56,7 @@ def asked(body: ResponsesBody, service: Service, kept: Conversations, owner: str
             short.keep = lambda: kept.keep(
                 short.id, Remembered(owner, [*before, *short.output], len(before), short.whole())
             )
-        return Asked([summary], short, bool(body.stream), asker=user, note=note)
+        return Asked([summary], short, bool(body.stream), asker=body.asker, note=note)
     shortened = shorten(made, service) if body.truncation == "auto" else ""
     request, tools = chat.chat_request(made, service)
     reply = ResponseReply(body, service.model, service.file.tokenizer, tools, spaces)
@@ -68,17 +65,16 @@ def asked(body: ResponsesBody, service: Service, kept: Conversations, owner: str
             reply.id, Remembered(owner, [*items, *reply.output], len(items), reply.whole()), reply.output
         )
     one_call, note = body.parallel_tool_calls is False, "; ".join(filter(None, (tools.note, shortened)))
-    return Asked([request], reply, bool(body.stream), asker=user, note=note, one_call=one_call)
+    return Asked([request], reply, bool(body.stream), asker=body.asker, note=note, one_call=one_call)
 
 
 def compacted(body: ResponsesBody, service: Service, kept: Conversations, owner: str) -> Asked:
     """A summary of the conversation. May take as long as the text is. Raises ApiError."""
     made, _, items = as_chat(body, kept, owner)
     summary, note = compaction.summary_request(made, service)
-    context = service.ready.context_length if service.ready else 0
-    reply = compaction.Compaction(body, service.model, service.file.tokenizer, Tools())
-    reply.repeats(items, int(context * compaction.SUMMARY_SHARE))
-    return Asked([summary], reply, is_streamed=False, note=note)
+    reply = compaction.Compaction(body, service.model, service.file.tokenizer, Tools(), repeats=items)
+    reply.context = lambda: service.context_length
+    return Asked([summary], reply, is_streamed=False, asker=body.asker, note=note)
 
 
 def counted(body: ResponsesBody, service: Service, kept: Conversations, owner: str) -> Json:
@@ -316,7 +312,7 @@ def _thought(item: dict[str, Any]) -> str:
     if not item.get("content") and isinstance(sealed, str) and sealed.startswith(SEALED):
         try:
             return base64.b64decode(sealed[len(SEALED) :], validate=True).decode()
-        except (binascii.Error, UnicodeDecodeError):
+        except ValueError:
             return ""
     shown = item.get("content") or item.get("summary") or []
     return "".join(part.text or "" for part in msgspec.convert(shown, list[Part]))

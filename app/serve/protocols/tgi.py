@@ -94,7 +94,7 @@ def embed_asked(body: EmbedBody, service: Service) -> Asked:
 
 def info(service: Service) -> Json:
     """What both kinds of servers say of their model."""
-    context = service.ready.context_length if service.ready else 0
+    context = service.context_length
     pooling = service.file.pooling
     kind = (
         {"reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}} if pooling == "rank" else {}

@@ -396,9 +396,24 @@ async def test_a_summary_at_a_path_of_its_own(served):
     assert response["object"] == "response.compaction" and response["usage"]["input_tokens"]
     assert message["content"] == [{"type": "input_text", "text": "Mend it."}] and message["role"] == "user"
     assert item["type"] == "compaction"
-    foreign = {"type": "compaction", "encrypted_content": "gAAAA"}
-    await client.post(PATH, json={"input": [*LONG, foreign]})
-    assert len(engine.requests[1].prompt.messages) == 3
+    for i, sealed in enumerate(("gAAAA", "orin-chat:é", "orin-chat:/w==", 3), 1):  # of others, or forged
+        foreign = {"type": "compaction", "encrypted_content": sealed}
+        await client.post(PATH, json={"input": [*LONG, foreign]})
+        assert len(engine.requests[i].prompt.messages) == 3
+    thought = {"type": "reasoning", "encrypted_content": "orin-chat:é"}
+    assert (await client.post(PATH, json={"input": [*LONG, thought]})).is_success
+
+
+async def test_a_summary_of_a_model_that_is_not_loaded_yet(served):
+    client, service = served(FakeEngine([None, *reply("Rome is sunny.")]), ready=None)
+    asked = {"input": LONG, "user": "me"}
+    summing = asyncio.ensure_future(client.post(f"{PATH}/compact", json=asked))
+    await until(lambda: service.engine.requests)
+    service.ready = READY
+    service.engine.release()
+    message, item = (await summing).json()["output"]
+    assert message["content"][0]["text"] == "Mend it." and item["type"] == "compaction"
+    assert service.handled[0].client.startswith("me@")
 
 
 async def test_a_conversation_that_is_too_long_for_its_summary_is_cut(served):
