@@ -9,7 +9,6 @@ https://arxiv.org/abs/2106.09685.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import os
@@ -34,6 +33,8 @@ _NAMED = re.compile(r"(?P<path>.+?)(?::(?P<scale>-?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\
 _Q8_0 = next(number for number, kind in GGML_TYPES.items() if kind.name == "Q8_0")
 _RUN = 1 << 17
 """Weights that a thread changes at a time: they stay in a core's cache."""
+_MOST_CHANGED = 1e4
+"""Weights are changed by less: float16, the smallest type that they are kept in, ends at 65504."""
 _OTHER = "Choose an adapter that was made for this model, with convert_lora_to_gguf.py of llama.cpp."
 _MERGED = "Choose a model that the adapter is merged into."
 
@@ -157,6 +158,11 @@ def _floats(raw: Bytes, ggml_type: int) -> Floats:
     return np.asarray(quants.dequantize(raw.reshape(1, -1), kind).reshape(-1), np.float32)
 
 
+def _largest(floats: Floats) -> float:
+    """The largest magnitude, without an array of them all."""
+    return max(float(floats.max()), -float(floats.min()))
+
+
 def _encoded(floats: Floats, ggml_type: int) -> Bytes:
     """float32 (rows, columns) as Q8_0 or a type of `FLOATS`: uint8 (bytes,)."""
     if ggml_type == _Q8_0:
@@ -216,33 +222,45 @@ class _AdapterReader:
         original = self._model.tensors.get(name)
         if original is None or len(original.shape) not in (2, 3):
             raise self._misfit(f"changes {printable(name)}, which the model does not have")
-        left, right = (self._half(f"{name}.lora_{x}") for x in "ba")
-        if name == "token_embd.weight":  # of which A is the longer one
+        of_left, of_right = (self._half(f"{name}.lora_{x}") for x in "ba")
+        if is_turned := name == "token_embd.weight":  # of which A is the longer one
             if "output.weight" not in self._model.tensors:
                 raise ModelFileError(
                     f"{self._name} changes the embeddings of a model whose output head they are.", _MERGED
                 )
-            left, right = right, left.swapaxes(-1, -2)
-        rank, fits = left.shape[-1], left.shape[-1] == right.shape[-2]
-        if not fits or (*left.shape[:-1], right.shape[-1]) != original.shape or left.ndim != right.ndim:
+            of_left, of_right = of_right, of_left
+        *_, rank = of_left.shape
+        *experts, rows, columns = original.shape
+        right_shape = (*experts, columns, rank) if is_turned else (*experts, rank, columns)
+        if of_left.shape != (*experts, rows, rank) or of_right.shape != right_shape:
             raise self._misfit(f"has another shape of {printable(name)}")
         if name.replace(".weight", ".scale") in self._model.tensors:
             raise ModelFileError(f"{self._name} changes {printable(name)}, which has a scale.", _MERGED)
-        with contextlib.suppress(NotImplementedError):
+        try:
             _floats(np.zeros(GGML_TYPES[original.type].block_bytes, np.uint8), original.type)
-            factor = self._scale * (self._alpha / rank if self._alpha else 1)
-            experts = original.shape[0] if len(original.shape) == 3 else 1
-            scaled = (left * np.float32(factor)).reshape(experts, -1, rank)
-            return _Change(scaled, right.reshape(experts, rank, -1))
-        raise ModelFileError(
-            f"The model holds {printable(name)} as {original.type_name}, to which no adapter can be added.",
-            _MERGED,
-        )
+        except NotImplementedError:
+            raise ModelFileError(
+                f"The model holds {printable(name)} as {original.type_name}, to which no adapter can be added.",
+                _MERGED,
+            ) from None
+        left, right = map(self._numbers, (of_left, of_right))
+        factor = self._scale * (self._alpha / rank if self._alpha else 1)
+        if not abs(factor) * rank * _largest(left) * _largest(right) < _MOST_CHANGED:  # nor is NaN
+            raise self._misfit(f"changes {printable(name)} by more than {_MOST_CHANGED:g}, or by NaN")
+        right = right.swapaxes(-1, -2) if is_turned else right
+        n = math.prod(experts)
+        return _Change((left * np.float32(factor)).reshape(n, rows, rank), right.reshape(n, rank, columns))
 
-    def _half(self, name: str) -> Floats:
+    def _half(self, name: str) -> TensorInfo:
+        """One of the two matrices, "lora_a" and "lora_b"."""
         info = self._file.tensors.get(name)
         if info is None or len(info.shape) not in (2, 3):
             raise damaged(self._file.path, f"it has no matrix {printable(name)}")
+        return info
+
+    def _numbers(self, info: TensorInfo) -> Floats:
+        """Those of a tensor, in its shape."""
+        name = printable(info.name)
         try:
             floats = _floats(info.read(), info.type).reshape(info.shape)
         except NotImplementedError:

@@ -58,8 +58,7 @@ class LoadPlan:
 
 def plan_load(options: EngineOptions, file: GGUF) -> LoadPlan:
     """`file`: that of `options.model_path`, before adapters change it. Raises ModelFileError, UsageError, and
-    BackendError
-    if something does not fit into the memory that is free."""
+    BackendError if something does not fit into the memory that is free."""
     file = adapted(file, options.lora)
     spec = read_spec(file)
     encoder = _encoder_file(options.mmproj, spec) if options.mmproj else None

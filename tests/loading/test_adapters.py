@@ -1,5 +1,7 @@
 """LoRA adapters: the weights that a model has with them, beside those that numpy makes."""
 
+import math
+
 import gguf
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from tests import generated_model
 from tests.reference_weights import read_tensors
 
 ALPHA, RANK = 8.0, 2
+GATE = "blk.0.ffn_gate_exps.weight"
+OF_ONE_EXPERT = {"a": (1, RANK, 64), "b": (8, 64, RANK)}
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +26,7 @@ def model(tmp_path_factory):
     return generated_model.write(path, architecture="qwen3moe", quant="Q4_0", types=types, tied=False)
 
 
-def write_adapter(path, model, *names, keys=None, rank=RANK, tensors=None, lengthen=0):
+def write_adapter(path, model, *names, keys=None, rank=RANK, tensors=None, lengthen=0, alpha=ALPHA):
     """An adapter for matrices of a model, with random numbers; `lengthen` makes A so much longer."""
     rng, shapes = np.random.default_rng(1), {name: t.shape for name, t in GGUF(model).tensors.items()}
     writer = gguf.GGUFWriter(str(path), "qwen3moe")
@@ -32,7 +36,7 @@ def write_adapter(path, model, *names, keys=None, rank=RANK, tensors=None, lengt
     for key, value in kinds.items():
         writer.kv_data[0].pop(key, None)
         writer.add_array(key, value) if isinstance(value, list) else writer.add_string(key, value)
-    writer.add_float32("adapter.lora.alpha", ALPHA)
+    writer.add_float32("adapter.lora.alpha", alpha)
     for name in names:
         *experts, rows, columns = shapes[name]
         sizes = {"a": (rank, columns + lengthen), "b": (rows, rank)}
@@ -77,7 +81,7 @@ def test_weights_are_those_of_the_model_and_the_adapter(tmp_path, model, name, e
 
 def test_all_matrices_of_a_model_are_read(tmp_path, model, monkeypatch):
     monkeypatch.setattr("engine.loading.adapters._RUN", 512)  # weights, so that threads share a matrix
-    name, norm = "blk.0.ffn_gate_exps.weight", "blk.0.attn_norm.weight"
+    name, norm = GATE, "blk.0.attn_norm.weight"
     ones = np.ones(64, np.float32)
     path = write_adapter(tmp_path / "adapter.gguf", model, name, tensors={norm: ones})
     file = adapted(GGUF(model), f"{path},{path}:-1")
@@ -104,6 +108,17 @@ def test_all_matrices_of_a_model_are_read(tmp_path, model, monkeypatch):
         ((), {"tensors": {"rope_freqs.weight": np.ones(2, np.float32)}}, "is no matrix"),
         ((), {"tensors": {"output_norm.weight": np.ones(2, np.float32)}}, "has another norm"),
         (("blk.0.attn_q.weight",), {"lengthen": 1}, "has another shape of blk.0.attn_q.weight"),
+        (
+            (),
+            {
+                "tensors": {
+                    f"{GATE}.lora_{x}": np.ones(shape, np.float32) for x, shape in OF_ONE_EXPERT.items()
+                }
+            },
+            "has another shape of blk.0.ffn_gate_exps.weight",
+        ),
+        (("blk.0.attn_q.weight",), {"alpha": math.nan}, "by more than 10000, or by NaN"),
+        (("blk.1.attn_v.weight",), {"alpha": 1e30}, "by more than 10000, or by NaN"),
     ],
 )
 def test_what_fits_no_model_is_refused(tmp_path, model, names, how, said):
