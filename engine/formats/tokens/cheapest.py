@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from engine.formats.tokens.longest import MOST
+
 _UNIT = 10_000  # scores are compared as integers
 _UNKNOWN = 1_000 * _UNIT
 """What a character costs that no token has."""
@@ -23,7 +25,7 @@ class CheapestTokens:
         lengths = defaultdict[str, set[int]](set)
         for text, id in ids.items():
             score = scores[id] * _UNIT
-            if text and abs(score) < _LEFT_OUT:  # nor is NaN
+            if 0 < len(text) <= MOST and abs(score) < _LEFT_OUT:  # nor is NaN
                 self._tokens[text] = int(0.5 - score) if score < 0 else -int(score + 0.5), id
                 lengths[text[:2]].add(len(text))
         self._lengths = {begin: sorted(of, reverse=True) for begin, of in lengths.items()}

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+MOST = 256
+"""Bytes or characters of a token. Longer ones are not used: at each place of a text all lengths are tried, so with some
+thousands of them a text of a page would take an hour."""
 _ESCAPED = {ord("t"): b"\t", ord("n"): b"\n", ord("r"): b"\r"}
 
 
@@ -37,7 +40,7 @@ class LongestTokens:
     def __init__(self, ids: Mapping[bytes, int]) -> None:
         """`ids`: those of the tokens, by their bytes."""
         lengths = defaultdict[bytes, set[int]](set)
-        for piece in ids:
+        for piece in (piece for piece in ids if len(piece) <= MOST):
             lengths[piece[:2]].add(len(piece))
         self._ids = ids
         self._lengths = {begin: sorted(of, reverse=True) for begin, of in lengths.items()}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.formats.tokens.longest import unescaped
+from engine.formats.tokens.longest import MOST, LongestTokens, unescaped
 from engine.formats.tokens.tokenizer import Tokenizer
 from engine.formats.tokens.vocabulary import CONTROL, NORMAL
 from tests.formats.vocabularies import write
@@ -48,6 +48,11 @@ def test_the_longest_token_is_taken(tokenizer, text, pieces):
 def test_special_tokens_and_bounds(tokenizer):
     assert tokenizer.encode("<s> of", special=True) == [0, 257 + WORDS.index(b" of")]
     tokenizer.check_fewest(["word " * 100], 10)  # whose tokens may be long
+
+
+def test_tokens_beyond_all_texts_take_no_time():
+    ids = {b"a" * n + b"b": n for n in range(1, 5000)} | {b"a": 0, b"a" * (MOST + 1): 5001}
+    assert LongestTokens(ids)(["a" * 400 + "b"]) == [[0] * (401 - MOST) + [MOST - 1]]
 
 
 @pytest.mark.parametrize("spelled", [rb"\x", rb"\xzz", rb"\xff\\x41\\\x41", b"\\", rb"\q\'"])
