@@ -36,7 +36,7 @@ class TimeMix(Recurrent):
     that it has in each head; and then k *= 1 + (a - 1) * `replaced`. With a state S (size keys, size values) for each
     of the heads, a token computes, all at once: S = w S (by rows) - (a * c) (S^T c)^T + k v^T;  y = S^T r.
 
-    To y, of which a LayerNorm is taken in each head if there is a `norm` (and with its bias), each head's sum of
+    To y, of which a LayerNorm is taken in each head if there is a `norm`, which has a bias then, each head's sum of
     r * k * `bonus`, times v, is added. The result is `out` (y * g), or without a gate `out` y. A sequence keeps the S,
     and the last x."""
 
@@ -142,7 +142,9 @@ def read_time_mix(file: CheckedFile, i: int, dim: int) -> TimeMix:
     prefix, size = f"blk.{i}.time_mix_", file.size("wkv.head_size")
     if dim % size or size > MAX_HEAD:
         raise damaged(file.file.path, f"it has heads of {size} elements in {dim}")
-    has_gate = file.has(f"{prefix}g1.weight")
+    if not has_time_mixing(file, "blk.0."):  # whose values the others read
+        raise damaged(file.file.path, f"layer {i} mixes tokens in time, and the first one does not")
+    has_gate, has_norm = (file.has(f"{prefix}{name}.weight") for name in ("g1", "ln"))
     parts = 6 if has_gate else 5
 
     def vector(name: str) -> Vector:
@@ -168,6 +170,7 @@ def read_time_mix(file: CheckedFile, i: int, dim: int) -> TimeMix:
         decay_bias=vector("w0"), rate_bias=vector("a0"), mix_bias=vector("v0") if i else None,
         lerp=file.required(f"blk.{i}.{_LERP}", *shape),
         removed=vector("k_k"), replaced=vector("k_a"), bonus=vector("r_k"),
-        norm=file.vector(f"{prefix}ln.weight", dim), norm_bias=file.vector(f"{prefix}ln.bias", dim),
+        norm=vector("ln") if has_norm else None,
+        norm_bias=file.required(f"{prefix}ln.bias", dim) if has_norm else None,
         heads=dim // size, size=size,
     )  # fmt: skip

@@ -171,6 +171,19 @@ def test_time_mixing_without_a_gate(path_of):
         read(path_of("rwkv7"), rwkv7__wkv__head_size=48)
 
 
+def test_time_mixing_without_its_other_parts(path_of):
+    with pytest.raises(ModelFileError, match=r"has no blk\.1\.time_mix_ln\.bias"):
+        read(path_of("rwkv7"), {"blk.1.time_mix_ln.bias": None})
+    with pytest.raises(ModelFileError, match=r"blk\.1\.time_mix_ln\.bias"):
+        read(path_of("rwkv7"), {"blk.1.time_mix_ln.weight": None})
+    names = [name for name in GGUF(path_of("arwkv7")).tensors if name.startswith("blk.0.time_mix")]
+    heads = {"blk.0.attn_q.weight": (DIM, DIM), "blk.0.attn_output.weight": (DIM, DIM)}
+    heads |= {f"blk.0.attn_{x}.weight": (KV_SIZE, DIM) for x in "kv"}
+    with pytest.raises(ModelFileError, match="layer 1 mixes tokens in time, and the first one does not"):
+        counts = {"arwkv7__attention__head_count": 4, "arwkv7__attention__head_count_kv": 2}
+        read(path_of("arwkv7"), heads | dict.fromkeys(names), **counts)
+
+
 def test_limits_of_experts(path_of):
     """Those of Step 3.5 are of SiLU, of whose argument those of Maple are."""
     limited, other = read(path_of("step35")).experts
