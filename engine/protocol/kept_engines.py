@@ -43,12 +43,14 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 def name_of(options: EngineOptions, environment: Mapping[str, str]) -> str:
-    """The name of an engine with these options; "" if its model's file cannot be looked at."""
+    """The name of an engine with these options; "" if a file of its model cannot be looked at."""
     variables = {name: os.environ.get(name) for name in _VARIABLES} | dict(environment)
     digest = hashlib.sha256(msgspec.json.encode([options, sorted(variables.items())]))
     try:
         sources = sorted(Path(__file__).parents[1].rglob("*.py"))  # of the engine
-        for path in [Path(options.model_path).resolve(), *sources]:
+        adapters = [name.rpartition(":")[0] for name in options.lora.split(",")]
+        named = filter(None, (options.model_path, options.mmproj, options.draft, *adapters))
+        for path in [*(Path(name).resolve() for name in named), *sources]:
             state = path.stat()
             digest.update(f"{path} {state.st_size} {state.st_mtime_ns} {state.st_ino}\n".encode())
     except OSError:

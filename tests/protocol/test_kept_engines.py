@@ -12,7 +12,7 @@ from app.chat.settings import Settings
 from app.cli import stop
 from engine.protocol import kept_engines
 from engine.protocol.client import LocalEngine, leave
-from engine.protocol.events import Finished, Loading, Ready
+from engine.protocol.events import EngineOptions, Finished, Loading, Ready
 from tests import synthetic
 from tests.protocol.conftest import running
 from tests.protocol.test_client import ask, collect, token_ids
@@ -63,6 +63,19 @@ async def test_the_next_run_finds_the_engine_loaded_and_it_answers(warm, capsys)
     await gone(pid)
     assert stop.run([], Settings()) == 0
     assert capsys.readouterr().out == "ended 1 engine\nno engine is kept warm\n"
+
+
+@pytest.mark.parametrize("file", ["mmproj", "draft", "lora"])
+def test_an_engine_is_not_kept_for_other_files_of_the_same_names(tmp_path, file):
+    (tmp_path / "model").touch()
+    (tmp_path / file).write_bytes(b"1")
+    paths = {"mmproj": "", "draft": "", "lora": ""} | {file: str(tmp_path / file)}
+    paths["lora"] = paths["lora"] and f"{paths['lora']}:0.5"
+    options = EngineOptions(model_path=str(tmp_path / "model"), **paths)
+    before = kept_engines.name_of(options, {})
+    assert before and kept_engines.name_of(options, {}) == before
+    (tmp_path / file).write_bytes(b"22")
+    assert kept_engines.name_of(options, {}) != before
 
 
 async def test_an_answer_in_progress_is_ended_first(warm):
