@@ -233,7 +233,7 @@ def _without_sockets(app: ASGIApp) -> ASGIApp:
     426 it posts its request at once, after any other one it tries again for 20 s first."""
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
-        if Headers(scope=scope).get("upgrade", "").lower() != "websocket":
+        if scope["method"] != "GET" or Headers(scope=scope).get("upgrade", "").lower() != "websocket":
             return await app(scope, receive, send)
         refused = ApiError(
             426, "This server has no WebSockets: post the request.", headers={"Upgrade": "HTTP/1.1"}

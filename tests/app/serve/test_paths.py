@@ -64,6 +64,7 @@ async def test_there_are_no_web_sockets(served, path):
     response = await client.get(path, headers=headers)
     assert response.status_code == 426 and "post the request" in error(response)["message"]
     assert (await client.get("/health", headers={"Connection": "Upgrade", "Upgrade": "h2c"})).is_success
+    assert (await client.post("/lora-adapters", json=[], headers=headers)).is_success  # a proxy's header
 
 
 async def test_small_paths_of_other_servers(served):
