@@ -157,14 +157,14 @@ class _Model:
         yield "last measured", f"{speed} on {backend}" if backend else speed
 
 
-def _to_download(source: HubModel | WebFile, aliases: Mapping[str, str], backend: str) -> str:
+def _to_download(source: HubModel | WebFile, aliases: Mapping[str, str], backend: str | None) -> str:
     """The command that downloads a model, after what the hub says of its size, if it can be asked. Raises
     ModelFileError if the engine cannot run it."""
     command = call(f"pull {short_name(source, aliases)}")
     if isinstance(source, WebFile):
         return f"{command} downloads it."
     try:
-        size, memory = find_on_hub(source).size_bytes, memory_bytes(backend)
+        size, memory = find_on_hub(source).size_bytes, memory_bytes(backend or "auto")
     except (DownloadError, UsageError):
         return f"{command} downloads it."
     room = f"{as_bytes(memory)} of memory"

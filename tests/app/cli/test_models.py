@@ -376,9 +376,10 @@ def test_show_of_what_is_not_here(run, fake_hub, name, sentence):
 
 
 def test_show_says_whether_a_model_that_is_not_here_would_fit(run, fake_hub, monkeypatch):
-    monkeypatch.setattr("app.cli.show.memory_bytes", lambda backend: 100_000 if backend == "CPU" else 0)
+    monkeypatch.setattr("engine.catalog.memory_fit._machine_bytes", lambda: 100_000)
+    monkeypatch.setattr("engine.catalog.memory_fit.cuda_driver.memory_bytes", lambda: 10**6)
     pull = f"{call(f'pull {NAME}')} downloads it."
-    assert f"machine. It has 150 kB: {pull}" in run("show", NAME)[2]
+    assert f"machine. It has 150 kB and fits into 1.00 MB of memory: {pull}" in run("show", NAME)[2]
     assert (
         f"It has 150 kB and does not fit into 100 kB of memory: {pull}"
         in run("show", NAME, "--backend", "CPU")[2]
@@ -386,6 +387,8 @@ def test_show_says_whether_a_model_that_is_not_here_would_fit(run, fake_hub, mon
     assert (
         "It has 90.0 kB and fits into" in run("show", NAME.replace("Q8_0", "Q4_K_M"), "--backend", "CPU")[2]
     )
+    monkeypatch.setattr("engine.catalog.memory_fit._machine_bytes", lambda: 0)
+    assert f"machine. It has 150 kB: {pull}" in run("show", NAME, "--backend", "CPU")[2]
 
 
 def test_metadata_are_data(run, home, monkeypatch):
