@@ -97,7 +97,10 @@ def without_effect(sampling: Sampling, ready: Ready) -> tuple[str, ...]:
 
 
 def with_other_model(options: EngineOptions, path: Path) -> EngineOptions:
-    """The options for another model file. Its context is at most as long as it was trained for."""
+    """The options for another model file, whose context is at most as long as it was trained for. If it is the same
+    file, all stays."""
+    if str(path) == options.model_path:
+        return options
     beside = {"mmproj": encoder_of(path), "draft": "", "lora": ""}
     return replace(options, model_path=str(path), context_at_most=True, **beside)
 

@@ -1,9 +1,11 @@
 """Settings, preset and command line: which of them holds."""
 
+from pathlib import Path
+
 import pytest
 from msgspec.structs import replace
 
-from app.chat.configuration import configure, without_effect
+from app.chat.configuration import configure, with_other_model, without_effect
 from app.chat.settings import SamplingSettings, Settings
 from engine.errors import UsageError
 from engine.formats.kv_format import KVFormat
@@ -22,6 +24,13 @@ PRESET = parse(
     'title = "x"\nbackend = "NV"\njitbeam = 2\ncontext = 2000\n[sampling]\ntop_k = 2\ntemperature = 2\n'
 )
 COMMAND_LINE = {"context_length": 3000, "search_width": 0, "temperature": 3.0, "backend": None, "top_p": None}
+
+
+def test_what_was_named_beside_a_model_stays_with_it_alone():
+    options = EngineOptions(model_path="/m.gguf", lora="/pirate.gguf:1", draft="/small.gguf")
+    assert with_other_model(options, Path("/m.gguf")) == options
+    other = with_other_model(options, Path("/other.gguf"))
+    assert (other.model_path, other.lora, other.draft) == ("/other.gguf", "", "")
 
 
 def test_nothing_is_asked_for():
