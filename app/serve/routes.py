@@ -229,8 +229,8 @@ def _plain_paths(app: ASGIApp) -> ASGIApp:
 
 
 def _without_sockets(app: ASGIApp) -> ASGIApp:
-    """`app`, which refuses WebSockets. Codex CLI asks a server for one that it takes for OpenAI's. When the status is
-    426 it posts its request at once, after any other one it tries again for 20 s first."""
+    """`app`, which refuses WebSockets. Codex CLI asks for one where it takes the server for OpenAI's. After the status
+    426 it posts its request at once; after any other one it first tries again for 20 s."""
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != "GET" or Headers(scope=scope).get("upgrade", "").lower() != "websocket":

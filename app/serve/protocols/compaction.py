@@ -1,9 +1,9 @@
 """Conversations that the model sums up for their client, as OpenAI's server does it:
 https://platform.openai.com/docs/api-reference/responses/compact.
 
-Codex CLI asks so, of any server that it takes for OpenAI's, before the context is full, and cannot go on without it: at
-a path of its own, or with an item of the kind `compaction_trigger` at the end of what it posts. The summary is an item
-of the kind `compaction`, which the client sends back in place of all that came before it.
+Codex CLI asks any server that it takes for OpenAI's, before the context is full, and cannot go on without a summary. It
+asks at a path of its own, or with an item of the kind `compaction_trigger` at the end of what it posts. The summary is
+an item of the kind `compaction`, which the client sends back in place of all that came before it.
 """
 
 import base64
@@ -31,17 +31,17 @@ TRIGGER = "compaction_trigger"
 KINDS = ("compaction", "compaction_summary", "context_compaction")
 """Names of the item, in the versions of the protocol."""
 SUMMARY_SHARE = 1 / 4
-"""Of the context: for the summary, and for the messages of the user that are repeated beside it."""
+"""The part of the context that the summary may have, and that the user's messages repeated beside it may have."""
 _SHORT_CHARS = 400, 100, 0
-"""Of a long message that is cut, so much stays: less where that is not enough."""
+"""How many characters stay of a long message that is cut: fewer where that is not enough."""
 _LEFT_OUT = "\n… (left out)"
 _CHARS_A_TOKEN = 3  # of a text that is too long to be counted
-_SHORTER_BY = 1.25  # than it would have to be: how many tokens a text has is estimated
+_SHORTER_BY = 1.25  # more is cut than seems to be needed: how many tokens a text has is estimated
 _ASKED = """\
-Sum up this conversation for the one who goes on with it and has nothing else of it: what the user asked for, what was \
-decided and done, what was found out (names of files, code, commands and results that are still needed), what is open, \
-and what the next step is. Write it as plain text, without calling a tool."""
-_SUMMARY = "Of the conversation so far, this summary is left:\n\n"
+Summarize this conversation for somebody who continues it and sees nothing else of it: what the user asked for, what \
+was decided and done, what was found out (names of files, code, commands and results that are still needed), what is \
+open, and what the next step is. Write plain text, and call no tool."""
+_SUMMARY = "This summary takes the place of the conversation so far:\n\n"
 
 
 def summary_request(body: chat.ChatBody, service: Service) -> tuple[Generate, str]:
@@ -62,9 +62,9 @@ def summary_request(body: chat.ChatBody, service: Service) -> tuple[Generate, st
 
 
 def _cut_to(chars: int, body: chat.ChatBody, service: Service, context: int) -> int:
-    """Leaves so much of long results of tools and texts of the model, the oldest first, until the conversation fits,
-    and returns of how many. (An agent works for long at one message of the user, so that there are no whole turns to
-    leave out.)"""
+    """Cuts long results of tools and texts of the model to `chars` characters, the oldest first, until the conversation
+    fits, and returns how many it has cut. (An agent works for long at one message of the user, so that there are no
+    whole turns to leave out.)"""
     request, _ = chat.chat_request(body, service)
     assert isinstance(request.prompt, Chat)
     n_chars = sum(len(message.content) for message in request.prompt.messages)

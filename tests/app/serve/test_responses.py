@@ -376,7 +376,7 @@ async def test_a_conversation_is_summed_up_where_its_client_asks_for_it(served):
     request = engine.requests[0]
     *before, last = request.prompt.messages
     assert [message.role for message in before] == ["system", "user", "assistant", "tool"]
-    assert last.role == "user" and last.content.startswith("Sum up") and request.prompt.tools
+    assert last.role == "user" and last.content.startswith("Summarize") and request.prompt.tools
     assert not request.prompt.think and request.max_tokens == READY.context_length // 4
     given = [{"role": "user", "content": "Mend it."}, item, {"role": "user", "content": "Go on."}]
     await client.post(PATH, json=asked | {"input": [*LONG, *given[1:]]})
