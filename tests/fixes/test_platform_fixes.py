@@ -234,3 +234,6 @@ def test_a_device_gets_the_changes_that_are_for_it(dev, wanted):
     always = ["codegen_threads", "compiler_processes", "graph_nodes", "graph_rewrites", "index_lowering"]
     always += ["library_search", "slice_shapes"]
     assert sorted(found) == [f"engine.fixes.{name}" for name in sorted([*always, *wanted])]
+    # The second reads what the first has put into kernels.
+    ordered = [f"engine.fixes.{name}" for name in ("load_order", "idle_threads")]
+    assert [name for name in found if name in ordered] in ([], ordered)
