@@ -122,9 +122,8 @@ def _rgb(picture: Image.Image) -> Image.Image:
         # 16 bits of grey: Pillow's own conversions make 255 of all above. The rare grey that is transparent stays grey.
         picture = picture.convert("I").point(lambda value: value * (255 / 65535)).convert("L")
     elif picture.mode == "F" and cast(tuple[float, float], picture.getextrema())[1] <= 1:
-        picture = picture.point(
-            lambda value: value * 255
-        )  # 1 is white in floats, which Pillow takes for black
+        # 1 is white in floats, which Pillow takes for black.
+        picture = picture.point(lambda value: value * 255)
     elif picture.has_transparency_data:
         picture = picture.convert("RGBA")
         white = Image.new("RGBA", picture.size, "white")

@@ -85,12 +85,8 @@ def _warnings(
         yield f"The kernels are those of {options.chip}, as if this were such a GPU."
     yield as_graph
     packs = device == "CPU" and not as_graph and not is_graph
-    if (
-        packs
-        and options.keep_packed
-        and not options.lora
-        and not packed_weights_cache.cached_files(Path(options.model_path))
-    ):
+    keeps = packs and options.keep_packed and not options.lora
+    if keeps and not packed_weights_cache.cached_files(Path(options.model_path)):
         yield "The packed weights are not kept: the disk has no room for them, or cannot be written."
     if start_trials.dropped:
         yield "What a search of schedules found made an earlier start fail, so it is not used any more."

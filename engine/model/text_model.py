@@ -110,13 +110,8 @@ class TextModel:
 
     def _open(self, plan: LoadPlan, options: EngineOptions, weights: Weights, report: Report) -> None:
         """Makes the runner and what stands around it, and captures the steps that a first reply needs."""
-        how = (
-            plan.context_length,
-            options.kernels,
-            options.keep_packed and not options.lora,
-            options.parallel,
-            plan.kv,
-        )
+        keep_packed = options.keep_packed and not options.lora
+        how = plan.context_length, options.kernels, keep_packed, options.parallel, plan.kv
         runner = open_runner(weights, *how, is_early=True, pictures=plan.pictures)
         self._runner = runner
         self._choices = ChoiceReporter(runner.expert_choices, report)

@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 
 _FOLDER = "orin-chat/bytecode"
-_LEAST_FREE_BYTES = (
-    64 << 20
-)  # of a disk: what a full one has cut is kept, too, and then nothing that needs it starts
+_LEAST_FREE_BYTES = 64 << 20
+"""With less on the disk nothing is kept: Python would also keep files that a full disk cuts, and then nothing that
+needs them starts."""
 
 
 def keep_bytecode() -> None:

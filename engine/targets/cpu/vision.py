@@ -82,9 +82,8 @@ class CPUEncoder:
         )
         every = [s for of in sequences for s in of] + [s for _, s, _ in linears.values()]
         every += self._net.sequences if self._net else []
-        self._kernels.pool.compile(
-            [kernel for sequence in every for kernel in sequence.kernels]
-        )  # all at once
+        # All at once, which is faster.
+        self._kernels.pool.compile([kernel for sequence in every for kernel in sequence.kernels])
         self._sequences = [[sequence.compile() for sequence in of] for of in sequences]
         self._linears = {step: (rows, s.compile(), out) for step, (rows, s, out) in linears.items()}
 

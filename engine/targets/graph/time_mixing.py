@@ -17,13 +17,8 @@ class MixingLayers(Parts):
     """Each makes of x (n, dim), which is normed, (n, dim). The state of the sequence becomes that after the step."""
 
     def _time_mix(self, operator: TimeMix, x: Tensor, run: Run) -> Tensor:
-        n, o, v, step, states = (
-            cast(int, x.shape[0]),
-            operator,
-            self._vectors,
-            run.step,
-            next(run.states),
-        )
+        n, o, v = cast(int, x.shape[0]), operator, self._vectors
+        step, states = run.step, next(run.states)
         before, last = states.of(step.sequence)
         earlier, last = _earlier(x, last, step.used)
         apart = (earlier - x).contiguous()
@@ -61,9 +56,8 @@ class MixingLayers(Parts):
         if o.gate:
             y = y * self._product(o.gate[1], self._product(o.gate[0], x_g[0]).sigmoid())
         made = [tensor.contiguous() for tensor in (y, state, last)]
-        Tensor.realize(
-            values, *made
-        )  # all at once: views of what was realized before are not kept in captured steps
+        # All at once: views of what was realized before are not kept in captured steps.
+        Tensor.realize(values, *made)
         run.first_values = values if run.first_values is None else run.first_values
         return self._product(o.out, states.store(step.sequence, *made))
 

@@ -52,10 +52,8 @@ def router_logits(tokens: int, cols: int, n: int, eps: float, has_bias: bool) ->
     """The product of the normed stream and the router. Buffers: logits, float32 (tokens, n); stream, float32 (tokens,
     cols); norm, its weight, float32 (cols,); prompt, the step's state (`pieces`); router, float32 (n, cols); bias,
     float32 (n,), if it `has_bias`. `cols` is a multiple of four."""
-    steps, across = (
-        max(-(-cols // 128), 2),
-        _EXPERTS * _WARPS,
-    )  # a loop of one step is none: rows are `live` by it
+    # At least two: tinygrad removes a loop of one step, and with it that rows which are not `live` have none.
+    steps, across = max(-(-cols // 128), 2), _EXPERTS * _WARPS
     assert cols % 4 == 0 and tokens % _TOKENS == 0
     n_acc = _TOKENS * (_EXPERTS + 1)  # a thread's parts of products, and of the sums of squares
 
