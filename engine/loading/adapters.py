@@ -234,7 +234,7 @@ class _AdapterReader:
         right_shape = (*experts, columns, rank) if is_turned else (*experts, rank, columns)
         if of_left.shape != (*experts, rows, rank) or of_right.shape != right_shape:
             raise self._misfit(f"has another shape of {printable(name)}")
-        if name.replace(".weight", ".scale") in self._model.tensors:
+        if f"{name.removesuffix('.weight')}.scale" in self._model.tensors:
             raise ModelFileError(f"{self._name} changes {printable(name)}, which has a scale.", _MERGED)
         try:
             _floats(np.zeros(GGML_TYPES[original.type].block_bytes, np.uint8), original.type)

@@ -127,6 +127,16 @@ def test_what_fits_no_model_is_refused(tmp_path, model, names, how, said):
         adapted(GGUF(model), str(path))
 
 
+def test_matrices_of_any_name_are_changed(tmp_path):
+    name, model = "blk.0.ssm_a", tmp_path / "model.gguf"
+    generated_model.write(model, architecture="mamba", layers=1)
+    path = write_adapter(tmp_path / "a.gguf", model, name, keys={"general.architecture": "mamba"})
+    a, b = (read_tensors(path)[f"{name}.lora_{half}"] for half in "ab")
+    got = adapted(GGUF(model), str(path)).tensors[name].data.view(np.float32)
+    want = read_tensors(model)[name] + ALPHA / RANK * (b @ a)
+    assert np.allclose(got.reshape(want.shape), want, rtol=1e-5, atol=1e-5)
+
+
 def test_embeddings_that_are_the_head_are_not_changed(tmp_path):
     model = generated_model.write(tmp_path / "model.gguf", architecture="qwen3moe")
     path = write_adapter(tmp_path / "adapter.gguf", model, "token_embd.weight")
