@@ -24,6 +24,7 @@ from engine.protocol.events import Event, Failed, Ready
 from engine.system.heap import keep_small
 
 DRAIN_S = 5.0  # for answers in progress, after the first signal
+_ENDING_S = 5  # for the last words of those that are ended then
 _BACKLOG = 2048
 _IDLE_CONNECTION_S = 75
 """Clients and proxies keep idle connections for 5 to 60 s. If the server closed one first, it would now and then do so
@@ -81,7 +82,7 @@ class Server:
             server_header=False,
             proxy_headers=False,  # or a client could give itself any address
             timeout_keep_alive=_IDLE_CONNECTION_S,
-            timeout_graceful_shutdown=round(2 * DRAIN_S),
+            timeout_graceful_shutdown=round(DRAIN_S) + _ENDING_S,
         )
         # It warns of clients that go while several tokens are sent to them: nobody has to do anything about that.
         logging.getLogger("asyncio").setLevel(logging.ERROR)
