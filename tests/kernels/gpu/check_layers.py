@@ -221,7 +221,7 @@ def check_layers_whose_vectors_come_in_digits() -> None:
     is; experts whose router makes those of gate and up, and these those of down; layers each of whose products makes
     those of the next one, which also bring its weights to the cache."""
     types = {"blk.0.attn_k": "Q8_0", "blk.*": "IQ4_NL"}
-    forced = lambda stack: replace(stack, digits=stack.fits_digits)
+    forced = lambda stack, _: replace(stack, digits=stack.fits_digits)
     with mock.patch.object(matrices, "in_digits", forced):
         hold(architecture="gemma3", types=types, **SMALL | {"dim": 128, "layers": 2})
         keys = {"attention.q_lora_rank": 128}

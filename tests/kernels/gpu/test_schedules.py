@@ -70,7 +70,7 @@ def test_a_mixture_has_what_was_measured_with_another_number_of_experts():
     assert matvec_schedule(stack, Chip("sm_90", 132)) == Schedule(16, 4, 8)
     assert matvec_schedule(stack, Chip("sm_00", 132)) != Schedule(16, 4, 8)
     down = StackedMatrices.single(Q6_K, 2048, 768, ChosenExperts(8, 96, added=True))
-    assert matvec_schedule(down, Chip("sm_90", 132)) == Schedule(96, 4, 4, early_end=True)
+    assert matvec_schedule(down, Chip("sm_90", 132)) == Schedule(96, 4, 4, 1, early_end=True)
     gate_up = StackedMatrices.single(WeightLayout(12), 1408, 2816, ChosenExperts(8, 64, added=False))
     assert matvec_schedule(gate_up, Chip("sm_90", 132)) == early(11, 16, 4)
 
