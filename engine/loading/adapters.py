@@ -13,6 +13,7 @@ import copy
 import math
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -73,18 +74,32 @@ def adapted(file: GGUF, adapters: str) -> GGUF:
 
 @dataclass(frozen=True)
 class _Change:
-    """`left` (experts, rows, rank) times `right` (experts, rank, columns)."""
+    """`factor` times `left` (experts, rows, rank) times `right` (experts, rank, columns), or `right` transposed if it
+    `is_turned`; without experts, of two dimensions each. They are read whenever they are multiplied: nothing of an
+    adapter stays in memory."""
 
-    left: Floats
-    right: Floats
+    left: TensorInfo
+    right: TensorInfo
+    factor: np.float32
+    is_turned: bool
 
-    def rows(self, rows: range) -> Floats:
-        """These rows of the product, counted through all experts: (len(rows), columns)."""
-        each, parts = self.left.shape[1], []
-        for expert in range(rows.start // each, (rows.stop - 1) // each + 1):
-            first, end = (min(max(row - expert * each, 0), each) for row in (rows.start, rows.stop))
-            parts.append(self.left[expert, first:end] @ self.right[expert])
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    def product(self, among: range) -> Callable[[range], Floats]:
+        """What computes rows of the product, among those that are told here, counted through all experts: float32
+        (rows, columns). It has read what it multiplies."""
+        (*_, each, _), (*_, n, _) = self.left.shape, self.right.shape
+        first, end = among.start // each, (among.stop - 1) // each + 1
+        left = _read(self.left, among) * self.factor
+        right = _read(self.right, range(first * n, end * n)).reshape(end - first, n, -1)
+        right = right.swapaxes(1, 2) if self.is_turned else right
+
+        def product(rows: range) -> Floats:
+            parts = []
+            for expert in range(rows.start // each, (rows.stop - 1) // each + 1):
+                start, stop = max(rows.start, expert * each), min(rows.stop, (expert + 1) * each)
+                parts.append(left[start - among.start : stop - among.start] @ right[expert - first])
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+        return product
 
 
 class AdaptedTensor(TensorInfo):
@@ -116,10 +131,12 @@ class AdaptedTensor(TensorInfo):
     def read_into(self, start: int, out: memoryview) -> None:
         into, row_bytes = np.frombuffer(out, np.uint8), self.n_bytes // self._n_rows
         first, end = start // row_bytes, -(-(start + len(out)) // row_bytes)
+        products = [change.product(range(first, end)) for change in self._changes]
 
         def fill(rows: range) -> None:
             begin = rows.start * row_bytes - start
-            made = self._rows(rows)[max(-begin, 0) : len(out) - begin]
+            floats = _read(self._original, rows) + sum(product(rows) for product in products)
+            made = _encoded(floats, self.type)[max(-begin, 0) : len(out) - begin]
             into[max(begin, 0) :][: len(made)] = made
 
         step = max(_RUN // self.shape[-1], 1)
@@ -133,18 +150,18 @@ class AdaptedTensor(TensorInfo):
     def _n_rows(self) -> int:
         return math.prod(self.shape[:-1])
 
-    def _rows(self, rows: range) -> Bytes:
-        row_bytes = self._original.n_bytes // self._n_rows
-        raw = np.empty(len(rows) * row_bytes, np.uint8)
-        self._original.read_into(rows.start * row_bytes, raw.data)
-        floats = _floats(raw, self._original.type).reshape(len(rows), -1)
-        floats = floats + sum(change.rows(rows) for change in self._changes)
-        return _encoded(floats, self.type)
-
 
 @cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), "adapters")
+
+
+def _read(info: TensorInfo, rows: range) -> Floats:
+    """Rows of a tensor, counted through all its matrices: (len(rows), columns)."""
+    row_bytes = info.n_bytes // math.prod(info.shape[:-1])
+    raw = np.empty(len(rows) * row_bytes, np.uint8)
+    info.read_into(rows.start * row_bytes, raw.data)
+    return _floats(raw, info.type).reshape(len(rows), -1)
 
 
 def _floats(raw: Bytes, ggml_type: int) -> Floats:
@@ -156,11 +173,6 @@ def _floats(raw: Bytes, ggml_type: int) -> Floats:
     except ValueError:
         raise NotImplementedError from None
     return np.asarray(quants.dequantize(raw.reshape(1, -1), kind).reshape(-1), np.float32)
-
-
-def _largest(floats: Floats) -> float:
-    """The largest magnitude, without an array of them all."""
-    return max(float(floats.max()), -float(floats.min()))
 
 
 def _encoded(floats: Floats, ggml_type: int) -> Bytes:
@@ -243,13 +255,11 @@ class _AdapterReader:
                 f"The model holds {printable(name)} as {original.type_name}, to which no adapter can be added.",
                 _MERGED,
             ) from None
-        left, right = map(self._numbers, (of_left, of_right))
         factor = self._scale * (self._alpha / rank if self._alpha else 1)
-        if not abs(factor) * rank * _largest(left) * _largest(right) < _MOST_CHANGED:  # nor is NaN
+        largest = math.prod(map(self._largest, (of_left, of_right)))
+        if not abs(factor) * rank * largest < _MOST_CHANGED:  # nor is NaN
             raise self._misfit(f"changes {printable(name)} by more than {_MOST_CHANGED:g}, or by NaN")
-        right = right.swapaxes(-1, -2) if is_turned else right
-        n = math.prod(experts)
-        return _Change((left * np.float32(factor)).reshape(n, rows, rank), right.reshape(n, rank, columns))
+        return _Change(of_left, of_right, np.float32(factor), is_turned)
 
     def _half(self, name: str) -> TensorInfo:
         """One of the two matrices, "lora_a" and "lora_b"."""
@@ -258,16 +268,17 @@ class _AdapterReader:
             raise damaged(self._file.path, f"it has no matrix {printable(name)}")
         return info
 
-    def _numbers(self, info: TensorInfo) -> Floats:
-        """Those of a tensor, in its shape."""
+    def _largest(self, info: TensorInfo) -> float:
+        """The largest magnitude of a tensor's numbers."""
         name = printable(info.name)
         try:
-            floats = _floats(info.read(), info.type).reshape(info.shape)
+            floats = _read(info, range(math.prod(info.shape[:-1])))
         except NotImplementedError:
             raise damaged(self._file.path, f"it holds {name} as {info.type_name}") from None
-        if not np.isfinite(floats).all():
+        largest = max(float(floats.max()), -float(floats.min()))
+        if not math.isfinite(largest):
             raise damaged(self._file.path, f"{name} has numbers that are not finite")
-        return floats
+        return largest
 
     def _misfit(self, problem: str) -> ModelFileError:
         model = printable(self._model.path.name)
