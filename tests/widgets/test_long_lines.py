@@ -21,7 +21,7 @@ def all_long(monkeypatch):
 
 def test_rows_begin_where_textual_begins_them(all_long):
     chance = random.Random(3)
-    for _ in range(2000):
+    for _ in range(1000):
         text = "".join(
             chance.choice(("a", "b", " ", "  ", "word ", "x" * 9)) for _ in range(chance.randrange(30))
         )
