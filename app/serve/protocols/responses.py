@@ -85,8 +85,10 @@ def counted(body: ResponsesBody, service: Service, kept: Conversations, owner: s
 
 def remembered(known: Remembered, _: object) -> Json:
     """Raises ApiError for what is no response."""
-    if known.response.get("object") == "interaction":
-        raise ApiError(404, "This is no response: GET /v1beta/interactions/ID tells of an interaction.")
+    if known.response.get("object") != "response":
+        raise ApiError(
+            404, "This is an answer in another protocol, such as /v1beta/interactions, and no response."
+        )
     return known.response
 
 

@@ -438,8 +438,9 @@ async def test_no_summary_is_an_error(served):
     assert events[-1]["type"] == "response.failed"
 
 
-async def test_an_interaction_is_no_response(served):
+@pytest.mark.parametrize("path, key", [("/v1beta/interactions", "id"), ("/api/v1/chat", "response_id")])
+async def test_what_was_answered_in_another_protocol_is_no_response(served, path, key):
     client, _ = served(FakeEngine(reply("Good day.")))
-    id = (await client.post("/v1beta/interactions", json={"input": "Hi"})).json()["id"]
+    id = (await client.post(path, json={"model": "tiny", "input": "Hi"})).json()[key]
     response = await client.get(f"{PATH}/{id}")
     assert response.status_code == 404 and "interactions" in error(response)["message"]
