@@ -177,7 +177,7 @@ class CPUNet:
         return self._products(waiting, image, end)
 
     def _products(self, steps: Sequence[ImageStep], image: _Image, end: _End) -> _Image:
-        """Of one chunk after the other. Only the first step may be of several places."""
+        """The image that products make of another one, chunk by chunk. Only the first step may be of several places."""
         if not steps:
             return image
         first, side = steps[0], -(-image.side // steps[0].stride)
@@ -246,7 +246,7 @@ class CPUNet:
     # --- attention ---------------------------------------------------------------------------------------
 
     def _attended(self, of: ImageAttention, x: _Image) -> _Image:
-        """Of all places to those of keys and values."""
+        """Attention of all places of x to those of its keys and values: the image that the last product makes."""
         kernels, dim = self._kernels, of.k[-1].weight.rows
         x = self._ended(x, of.norm, None, _End("normed"))
         count = of.q.weight.rows // dim
@@ -319,7 +319,7 @@ class CPUNet:
         return tuple(chunks_of(side**2, self._kernels.lanes))
 
     def _shape(self, step: ImageStep, image: _Image) -> Tensor:
-        """See `SHAPE`."""
+        """The shape of a convolution of an image: see `SHAPE`."""
         side, channels = image.side, image.channels
         units = stride_of(channels) // UNIT
         return self._kernels.ints(

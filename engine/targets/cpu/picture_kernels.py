@@ -50,7 +50,7 @@ class PictureKernels:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """All that there is room for."""
+        """The memory of all rows and vectors so far, without that of weights."""
         return list(self._buffers.values())
 
     def sequence(self) -> KernelSequence:

@@ -124,7 +124,7 @@ def general_delta_rule(
     q, k, v, b, a = (x.contiguous() for x in (q, k, v, b, a * (-log_decay).exp()))
 
     def products(x: Tensor, of: Tensor) -> Tensor:
-        """Of x_t and those of the tokens so far: (heads, t, s)."""
+        """Products of x_t and `of` of the tokens so far, with the decays between: (heads, t, s)."""
         return (apart * x.unsqueeze(2) * of.unsqueeze(1)).sum(-1).contiguous()
 
     decay = sums.exp()

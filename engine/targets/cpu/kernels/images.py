@@ -31,7 +31,8 @@ class _Window:
         self._column = place % out_side * stride - before
 
     def place(self, tap: UOp) -> tuple[UOp, UOp]:
-        """That of a tap, row by row, or another one of the image if it is beyond the edges; and whether it is in."""
+        """The place in the image of a tap, whose number counts row by row, and whether there is one: beyond the edges
+        it is another place, so that it can be read."""
         row, column = self._row + tap // self._kernel, self._column + tap % self._kernel
         last = self._side - 1
         is_in = (row >= 0) & (row <= last) & (column >= 0) & (column <= last)

@@ -149,8 +149,8 @@ def add_rows(
 @dataclass(frozen=True)
 class PatchHeads:
     """Heads of attention: the norm of queries and keys over a head and that of values, whether queries and keys are
-    rotated, and whether the results of these products are clamped. So many heads, `sharing` ones, have the same keys
-    and values."""
+    rotated, and whether the results of these products are clamped. `sharing`: how many heads have the same keys and
+    values."""
 
     heads: int
     dim: int
@@ -169,7 +169,7 @@ class PatchHeads:
 
     @property
     def of_keys(self) -> PatchHeads:
-        """Those of keys, as if they were queries."""
+        """The heads of keys, as if they were heads of queries."""
         return replace(self, heads=self.kv_heads, sharing=1)
 
     @property

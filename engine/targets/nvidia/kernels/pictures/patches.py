@@ -287,8 +287,8 @@ def scale_rows(size: int, cols: int, factor: float, has_minus: bool, has_times: 
 @dataclass(frozen=True)
 class PatchHeads:
     """The heads of an encoder's attention. `norms`: the epsilons of the norms of queries, keys and values over a head
-    (None: no norm); queries and keys have weights. `turns`: queries and keys are rotated. `scale`: of scores. So many
-    heads, `sharing` ones, have the same keys and values."""
+    (None: no norm); queries and keys have weights. `turns`: queries and keys are rotated. `scale`: of scores.
+    `sharing`: how many heads have the same keys and values."""
 
     count: int
     dim: int

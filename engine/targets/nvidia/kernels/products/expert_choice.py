@@ -31,7 +31,7 @@ _SLOTS = 20, 21, 22, 23, 24, 25, 26, 27  # of the arrays in shared memory; the k
 _GROUPS, _LEFT = 30, 40  # of the arrays in which ranks are counted
 
 _Others = Callable[[UOp], list[tuple[UOp, UOp]]]
-"""Numbers and their values, of one of some steps."""
+"""Gives the numbers, and their values, that are compared in a step."""
 Scoring = Literal["softmax", "sigmoid"]
 
 
@@ -110,7 +110,7 @@ class ExpertChoice:
         def ranks(
             n: int, own_of: Callable[[UOp], UOp], values: UOp, others: _Others, steps: int, last: int, slot: int
         ) -> Iterator[tuple[UOp, UOp]]:  # fmt: skip
-            """Of n numbers those of this thread, and their ranks."""
+            """Those of n numbers that are this thread's, and their ranks."""
             if parts > 1:
                 own = own_of(thread % n)
                 x = load(values, own)
