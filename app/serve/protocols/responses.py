@@ -226,6 +226,7 @@ class _Messages:
         self._messages: list[ChatMessage] = []
         self._turn: ChatMessage | None = None
         self._thoughts: list[str] = []  # of that turn
+        self._summed_up = 0  # how many messages are what summaries have left
 
     def of(self, items: Sequence[dict[str, Any]], known: int) -> list[ChatMessage]:
         """The first `known` items were taken before. Raises ApiError for an item that is wrong; items of kinds that
@@ -262,8 +263,10 @@ class _Messages:
         """A summary takes the place of all before it but what the user said."""
         self._end_turn()
         if summary := compaction.message_of(item):
-            said = [message for message in self._messages if message.role not in ("assistant", "tool")]
-            self._messages = [*said, summary]
+            new = self._messages[self._summed_up :]
+            said = (message for message in new if message.role not in ("assistant", "tool"))
+            self._messages[self._summed_up :] = [*said, summary]
+            self._summed_up = len(self._messages)
 
     def _message(self, item: dict[str, Any], param: str) -> None:
         role, content = _text_field(item, "role"), _output(item.get("content"), param)
