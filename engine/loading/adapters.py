@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelFileError
+from engine.formats.floats import dequantized
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.gguf import GGUF, TensorInfo, damaged, printable
 from engine.formats.quantization import FLOATS
@@ -157,22 +158,12 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _read(info: TensorInfo, rows: range) -> Floats:
-    """Rows of a tensor, counted through all its matrices: (len(rows), columns)."""
+    """Rows of a tensor, counted through all its matrices: (len(rows), columns). Raises NotImplementedError for types
+    that are not known."""
     row_bytes = info.n_bytes // math.prod(info.shape[:-1])
     raw = np.empty(len(rows) * row_bytes, np.uint8)
     info.read_into(rows.start * row_bytes, raw.data)
-    return _floats(raw, info.type).reshape(len(rows), -1)
-
-
-def _floats(raw: Bytes, ggml_type: int) -> Floats:
-    """The weights in whole blocks of a file: float32 (n,). Raises NotImplementedError for types that are not known."""
-    from gguf import GGMLQuantizationType, quants  # takes a quarter of a second
-
-    try:
-        kind = GGMLQuantizationType(ggml_type)
-    except ValueError:
-        raise NotImplementedError from None
-    return np.asarray(quants.dequantize(raw.reshape(1, -1), kind).reshape(-1), np.float32)
+    return dequantized(raw.reshape(len(rows), row_bytes), info.type)
 
 
 def _encoded(floats: Floats, ggml_type: int) -> Bytes:
@@ -249,7 +240,7 @@ class _AdapterReader:
         if f"{name.removesuffix('.weight')}.scale" in self._model.tensors:
             raise ModelFileError(f"{self._name} changes {printable(name)}, which has a scale.", _MERGED)
         try:
-            _floats(np.zeros(GGML_TYPES[original.type].block_bytes, np.uint8), original.type)
+            dequantized(np.zeros((1, GGML_TYPES[original.type].block_bytes), np.uint8), original.type)
         except NotImplementedError:
             raise ModelFileError(
                 f"The model holds {printable(name)} as {original.type_name}, to which no adapter can be added.",

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from engine.description.spec import ModelSpec
 from engine.description.sublayers import Vector, Weight
 from engine.errors import ModelFileError
+from engine.formats.floats import dequantized
 from engine.formats.ggml_types import GGML_TYPES, TYPES
 from engine.formats.gguf import GGUF, TensorInfo, damaged, printable
 from engine.formats.quantization import FLOATS, FORMATS, READ_TYPES, WIDER
@@ -134,14 +135,12 @@ class FileWeights:
 
     def _transposed(self, weight: Weight, rows: range) -> NDArray[np.uint8]:
         """As `read`, of a matrix that is the transpose of what the file holds."""
-        from gguf import GGMLQuantizationType, quants  # takes a quarter of a second
-
         info, parts = self.file.tensors[weight.tensor], []
         row_bytes = info.n_bytes // info.shape[0]
         for expert in range(rows.start // weight.rows, (rows.stop - 1) // weight.rows + 1):
             place = (weight.first + expert * weight.every) * row_bytes
             raw = info.part(place, weight.cols * row_bytes).reshape(weight.cols, -1)
-            matrix = quants.dequantize(raw, GGMLQuantizationType(info.type)).T
+            matrix = dequantized(raw, info.type).T
             before = expert * weight.rows
             parts.append(matrix[max(rows.start - before, 0) : rows.stop - before])
         floats = np.float32 if TYPES[weight.type].name == "F32" else np.float16

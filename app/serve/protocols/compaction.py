@@ -22,7 +22,7 @@ from app.serve.protocols.common.conversation import ChatMessage
 from app.serve.protocols.common.reply import Json
 from app.serve.protocols.common.thinking import Reasoning
 from app.serve.protocols.response_reply import SEALED, ResponseReply
-from app.serve.protocols.shortening import STAY, shorten
+from app.serve.protocols.shortening import STAY, shorten, text_of
 from app.serve.service import Service
 from engine.protocol.events import Chat, Generate
 from widgets.text import counted
@@ -75,7 +75,7 @@ def _cut_to(chars: int, body: chat.ChatBody, service: Service, context: int) -> 
     left_chars, cut = int(too_many * _SHORTER_BY * n_chars / max(1, n_tokens)), 0
     shorter = list[ChatMessage]()
     for message in body.messages:
-        text = _text_of(message)
+        text = text_of(message)
         if (
             message.role in ("tool", "assistant")
             and len(text) > 2 * chars + len(_LEFT_OUT)
@@ -87,13 +87,6 @@ def _cut_to(chars: int, body: chat.ChatBody, service: Service, context: int) -> 
         shorter.append(message)
     body.messages = shorter
     return cut
-
-
-def _text_of(message: ChatMessage) -> str:
-    content = message.content or ""
-    if isinstance(content, str):
-        return content
-    return "".join(part if isinstance(part, str) else part.text or "" for part in content)
 
 
 def is_asked(items: Sequence[dict[str, Any]]) -> bool:

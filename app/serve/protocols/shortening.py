@@ -67,9 +67,13 @@ def _starts(messages: Sequence[ChatMessage], step_bytes: int, first_byte: int) -
 def _size(message: ChatMessage) -> int:
     """Bytes, at least as many as a template makes of it."""
     texts = [message.reasoning_content or "", *(call.called.given for call in message.tool_calls or ())]
+    return _MESSAGE_BYTES + sum(len(text.encode("utf-8", "replace")) for text in (*texts, text_of(message)))
+
+
+def text_of(message: ChatMessage) -> str:
+    """The texts of a message's content, one behind the other."""
     content = message.content or ""
-    parts = [content] if isinstance(content, str) else [_text(part) for part in content]
-    return _MESSAGE_BYTES + sum(len(text.encode("utf-8", "replace")) for text in (*texts, *parts))
+    return content if isinstance(content, str) else "".join(map(_text, content))
 
 
 def _text(part: Part | str) -> str:
