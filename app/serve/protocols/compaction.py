@@ -52,7 +52,11 @@ def summary_request(body: chat.ChatBody, service: Service) -> tuple[Generate, st
     body.max_tokens = int(context * SUMMARY_SHARE) or None
     body.reasoning, body.response_format, body.tool_choice = Reasoning(effort="none"), None, None
     body.logprobs = body.top_logprobs = None
-    cut = max((_cut_to(chars, body, service, context) for chars in _SHORT_CHARS), default=0) if context else 0
+    cut = 0
+    for chars in _SHORT_CHARS if context else ():
+        if (found := _cut_to(chars, body, service, context)) is None:
+            break
+        cut = max(cut, found)
     notes = [f"{counted(cut, 'long message')} cut, for which the context has no room" if cut else ""]
     whole = body.messages
     notes.append(shorten(body, service))
@@ -61,10 +65,10 @@ def summary_request(body: chat.ChatBody, service: Service) -> tuple[Generate, st
     return chat.chat_request(body, service)[0], "; ".join(filter(None, notes))
 
 
-def _cut_to(chars: int, body: chat.ChatBody, service: Service, context: int) -> int:
+def _cut_to(chars: int, body: chat.ChatBody, service: Service, context: int) -> int | None:
     """Cuts long results of tools and texts of the model to `chars` characters, the oldest first, until the conversation
-    fits, and returns how many it has cut. (An agent works for long at one message of the user, so that there are no
-    whole turns to leave out.)"""
+    fits, and returns how many it has cut; None if it did before. (An agent works for long at one message of the user,
+    so that there are no whole turns to leave out.)"""
     request, _ = chat.chat_request(body, service)
     assert isinstance(request.prompt, Chat)
     n_chars = sum(len(message.content) for message in request.prompt.messages)
@@ -72,6 +76,8 @@ def _cut_to(chars: int, body: chat.ChatBody, service: Service, context: int) -> 
     if n_chars < MAX_TEXT_BYTES:
         n_tokens = len(service.file.encoded(request.prompt, request.sampling.effort).ids)
     too_many = n_tokens - (context - (body.max_tokens or 0))
+    if too_many <= 0:
+        return None
     left_chars, cut = int(too_many * _SHORTER_BY * n_chars / max(1, n_tokens)), 0
     shorter = list[ChatMessage]()
     for message in body.messages:
