@@ -47,8 +47,8 @@ from engine.description.time_mixing import (
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged, printable
 
-_ENCODERS = {"v.": "vision", "a.": "audio"}
-"""How the names of tensors of encoders begin: tools/mtmd/clip-impl.h of llama.cpp."""
+_ENCODERS = {"v.": "vision", "a.": "audio", "s.": "vision"}
+"""How the names of tensors of encoders begin: tools/mtmd/clip-impl.h of llama.cpp; "s.": in files of Ollama, SAM."""
 
 _PROJECTOR = "mm."
 """And those of the layer between them and the model."""
@@ -148,7 +148,7 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
             hashed=self.hashed,
             ends_normed=ends_normed,
             draft_layers=self.draft_layers or int(self._has_any(_DRAFT)),
-            encoders=tuple(encoder for begin, encoder in _ENCODERS.items() if self._has_any(begin)),
+            encoders=tuple(dict.fromkeys(kind for begin, kind in _ENCODERS.items() if self._has_any(begin))),
             positions=self.table("position_embd", self.context),
             embedding_norm=Vector("", self.dim) if family.normed_embedding else embedding_norm,
             embedding_norm_bias=self.vector(f"{EMBEDDING_NORM}.bias", self.dim) if has_norm else None,

@@ -105,13 +105,13 @@ class HeadReader(CheckedFile):
 
     def rotation(self, heads: AttentionHeads, plain: bool) -> Rope:
         """See `rope`. Raises ModelFileError. A factor without a type is linear, as in llama.cpp, and 0 stands for none;
-        older files have it as scale_linear. Files of Ollama have other names of the bases."""
-        base = self.number("rope.freq_base", self.number("rope.global.freq_base", self.family.rope_base))
+        older files have it as scale_linear."""
+        base = self.number("rope.freq_base", self.family.rope_base)
         if (alpha := self.number("rope.scaling.alpha", 0.0)) > 0 and heads.dim > 2:  # Hunyuan's
             base *= alpha ** (heads.dim / (heads.dim - 2))
         if plain:
-            unsaid = self.number("rope.local.freq_base", self.family.window_base or base)
-            base, kind, scale = self.number("rope.freq_base_swa", unsaid), "none", 1.0
+            base = self.number("rope.freq_base_swa", self.family.window_base or base)
+            kind, scale = "none", 1.0
         else:
             kind = self.file.get(self.key("rope.scaling.type"), str, "linear")
             unsaid = self.number("rope.scale_linear", self.unsaid_factor)

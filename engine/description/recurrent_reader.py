@@ -181,8 +181,6 @@ class RecurrentReader(HeadReader):
         dim, channels, values = self.dim, (2 * key_heads + value_heads) * size, value_heads * size
         # only files of Ollama say it
         in_turn = self.file.get(self.key("ssm.v_head_reordered"), bool, self.family.shares_in_turn)
-        # Files of Ollama have no ".bias" in this name.
-        decay_bias = "ssm_dt" if self.has(f"{prefix}ssm_dt") else "ssm_dt.bias"
         fits = not value_heads % key_heads and self.size("ssm.inner_size", values) == values
         if size > MAX_HEAD or not fits:
             raise ModelFileError(
@@ -214,7 +212,7 @@ class RecurrentReader(HeadReader):
             out=self.weight(f"{prefix}ssm_out", dim, values),
             conv=self.required(f"{prefix}ssm_conv1d.weight", channels, taps),
             decay=self.required(f"{prefix}ssm_a", value_heads),
-            decay_bias=self.required(f"{prefix}{decay_bias}", value_heads),
+            decay_bias=self.required(f"{prefix}ssm_dt.bias", value_heads),
             norm=self.required(f"{prefix}ssm_norm.weight", size),
             key_heads=key_heads, value_heads=value_heads, size=size, taps=taps, shares_in_turn=in_turn,
             gating="sigmoid" if self.family.sigmoid_delta else "silu",

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from engine.errors import ModelFileError
 from engine.formats.foreign_files import guess_kind
 from engine.formats.ggml_types import FORK, GGML_TYPES, I2_S, REMOVED
+from engine.formats.ollama_names import usual_names
 from engine.formats.string_array import StringArray, follow
 
 # gguf_metadata_value_type -> type, as `struct` and numpy write it; the other three types are below
@@ -185,7 +186,7 @@ class GGUF:
         count = self.get("split.tensors.count", int, len(tensors)) if len(readers) > 1 else len(tensors)
         if count != len(tensors):
             readers[0].fail(f"promises {count} tensors; its parts have {len(tensors)}.", _DOWNLOAD_AGAIN)
-        self.tensors = tensors
+        self.metadata, self.tensors = usual_names(self.metadata, tensors)
 
     @overload
     def get(self, key: str, kind: type[_T]) -> _T: ...

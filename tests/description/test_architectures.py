@@ -14,6 +14,7 @@ from engine.description.feed_forward import Dense
 from engine.description.spec import ModelSpec
 from engine.errors import ModelFileError, UsageError
 from engine.formats.gguf import GGUF
+from engine.formats.ollama_names import usual_names
 from engine.formats.rope_order import HeadOrder
 from engine.model.memory_need import chosen_context
 from tests import generated_families, generated_model
@@ -42,13 +43,13 @@ def read(path, tensors=None, **metadata) -> ModelSpec:
     key of the metadata is written with "__" in place of ".", and taken out with None."""
     with GGUF(path) as file:
         changes = {key.replace("__", "."): value for key, value in metadata.items()}
-        file.metadata = {key: v for key, v in {**file.metadata, **changes}.items() if v is not None}
+        changed = {key: v for key, v in {**file.metadata, **changes}.items() if v is not None}
         all_tensors = dict(file.tensors)
         for name, shape in (tensors or {}).items():
             like = all_tensors.pop(name, file.tensors["output_norm.weight"])
             if shape is not None:
                 all_tensors[name] = dataclasses.replace(like, name=name, shape=shape)
-        file.tensors = all_tensors
+        file.metadata, file.tensors = usual_names(changed, all_tensors)
         return read_spec(file)
 
 
@@ -323,12 +324,53 @@ def test_a_file_of_ollama(path_of):
     keys = {"qwen35__attention__head_count_kv": np.array([0, 2, 0]), "qwen35__ssm__v_head_reordered": True}
     spec = read(path_of("qwen35"), tensors | {"mtp.fc.weight": (DIM, 2 * DIM)}, **keys)
     assert [a.kv_heads for a in spec.attention] == [2] and spec.draft_layers == 1
-    assert spec.recurrent[0].decay_bias.tensor == "blk.0.ssm_dt"
+    assert spec.recurrent[0].decay_bias.tensor == "blk.0.ssm_dt.bias"
     assert spec.recurrent[0].shares_in_turn
     other = read(path_of("qwen35"), tensors, **keys | {"qwen35__ssm__v_head_reordered": False})
     assert not other.recurrent[0].shares_in_turn
     with pytest.raises(ModelFileError):
         read(path_of("qwen35"), tensors, **keys | {"qwen35__attention__head_count_kv": np.array([2, 0])})
+
+
+@pytest.mark.parametrize(
+    ("usual", "theirs", "tensors", "unsaid"),
+    [
+        (
+            "gpt-oss",
+            "gptoss",
+            {
+                "attn_output.": "attn_out.",
+                "attn_sinks.weight": "attn_sinks",
+                "post_attention_norm": "ffn_norm",
+            },
+            ("expert_feed_forward_length", "rope.scaling.type"),
+        ),
+        ("glm4", "glmocr", {"attn_output.": "attn_out.", "post_ffw_norm": "post_ffn_norm"}, ()),
+        ("deepseek2-ocr", "deepseekocr", {}, ("expert_feed_forward_length",)),
+        ("qwen2vl", "qwen25vl", {}, ()),
+        ("olmo2", "olmo3", {}, ()),
+    ],
+)
+def test_other_names_of_ollama(path_of, usual, theirs, tensors, unsaid):
+    with GGUF(path_of(usual)) as file:
+        expected = read_spec(file)
+
+        def renamed(name):
+            for text, other in tensors.items():
+                name = name.replace(text, other)
+            return name
+
+        keys = {key: v for key, v in file.metadata.items() if key.removeprefix(f"{usual}.") not in unsaid}
+        keys = {re.sub(f"^{usual}\\.", f"{theirs}.", key): v for key, v in keys.items()}
+        keys["general.architecture"] = theirs
+        changed = {renamed(name): info for name, info in file.tensors.items()}
+        file.metadata, file.tensors = usual_names(keys, changed)
+        assert read_spec(file) == expected
+
+
+def test_a_vocabulary_of_ollama_is_cut_to_what_has_embeddings_of_layers(path_of):
+    spec = read(path_of("gemma3n"))
+    assert read(path_of("gemma3n"), {"token_embd.weight": (spec.vocab + 9, DIM)}) == spec
 
 
 def test_an_older_file_of_qwen3_next(path_of):

@@ -18,7 +18,7 @@ import msgspec
 from engine.errors import SHORTEN, ContextFullError, TemplateError
 from engine.formats.channels import channel_marks
 from engine.formats.gguf import GGUF, printable
-from engine.formats.templates.fallback_templates import CHATML, fallback_template
+from engine.formats.templates.fallback_templates import fallback_template
 from engine.formats.templates.file_templates import FileTemplates
 from engine.formats.templates.prompt_pictures import (
     PictureMarks,
@@ -67,8 +67,8 @@ class ChatTemplate:
         )
         self.now: Callable[[], datetime] = datetime.now  # templates may write the date
         self._tokenizer = tokenizer
-        self._can_think = fallback is CHATML and THINK.open in tokenizer.special_tokens
-        self._marks = marks_of(source or "")
+        self._can_think = "can_think" in fallback and THINK.open in tokenizer.special_tokens
+        self._marks = marks_of(source or fallback)
         self._channels = channel_marks(tokenizer.special_tokens) if self._marks in (HARMONY, MUSE) else {}
         opened = re.escape(self._marks.open)
         self._opens = re.compile(rf"{opened}\s*+(?:<[^<>]++>)*+\s*+$")

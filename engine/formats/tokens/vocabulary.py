@@ -43,6 +43,7 @@ def _byte_alphabet() -> dict[int, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+_BYTE = re.compile(rb"<0x[0-9A-Fa-f]{2}>")
 
 
 _KINDS = {
@@ -107,6 +108,11 @@ class Vocabulary:
         self.vocab_size = len(self.tokens)
         self.types = self.numbers(gguf, "token_type", np.int32, NORMAL)
 
+        if (
+            self.sentencepiece and not (self.types == BYTE).any()
+        ):  # files of Ollama's do not say which these are
+            named = [id for id in self.tokens.beginning_with(b"<") if _BYTE.fullmatch(self.tokens.raw(id))]
+            self.types[named] = BYTE
         ends = self._ends(gguf)
         self.types[list(ends)] = CONTROL
         self._set_special_ids(gguf, ends)
@@ -175,7 +181,8 @@ class Vocabulary:
 
     def _set_pretokenizer(self, pre: str) -> None:
         """`pre`: its name in the file, "" if that has none."""
-        pre = pre or next((name for text, name in UNSAID.items() if self.tokens.has(text)), "")
+        if pre in ("", "default"):
+            pre = next((name for text, name in UNSAID.items() if self.tokens.has(text)), pre)
         self.pretokenizer = LINES.get(pre, GEMMA4) if self.joins_words else PRETOKENIZERS.get(pre, DEFAULT)
         if not (self.joins_words or self.sentencepiece or self.reads_plain) and pre not in PRETOKENIZERS:
             named = f'an unknown pre-tokenizer, "{printable(pre)}"' if pre else "no pre-tokenizer"
@@ -206,7 +213,7 @@ class Vocabulary:
         if not 0 <= id < self.vocab_size:
             return b""
         raw, kind = self.tokens.raw(id), self.types[id]
-        if kind == BYTE and re.fullmatch(rb"<0x[0-9A-Fa-f]{2}>", raw):
+        if kind == BYTE and _BYTE.fullmatch(raw):
             return bytes([int(raw[3:5], 16)])
         if kind in (UNKNOWN, CONTROL) or (kind == USER_DEFINED and self.writes_spaces):
             return raw

@@ -464,6 +464,33 @@ def test_formats_of_families(tmp_path):
             "<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>",
         ),
         (["[INST]", "[/INST]"], "[INST]S\n\nU[/INST]A[INST]V[/INST]"),
+        (
+            ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"],
+            "<|start|>system<|message|>Reasoning: medium\n\n# Valid channels: analysis, commentary, final.<|end|>"
+            "<|start|>developer<|message|># Instructions\n\nS<|end|><|start|>user<|message|>U<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>A<|end|><|start|>user<|message|>V<|end|><|start|>assistant",
+        ),
+        (
+            ["<|header_start|>", "<|header_end|>", "<|eot|>"],
+            "<|header_start|>system<|header_end|>\n\nS<|eot|><|header_start|>user<|header_end|>\n\nU<|eot|>"
+            "<|header_start|>assistant<|header_end|>\n\nA<|eot|><|header_start|>user<|header_end|>\n\nV<|eot|>"
+            "<|header_start|>assistant<|header_end|>\n\n",
+        ),
+        (["<｜User｜>", "<｜Assistant｜>"], "S\n\n<｜User｜>U<｜Assistant｜>A<｜User｜>V<｜Assistant｜>"),
+        (
+            ["[gMASK]", "<sop>", "<|user|>", "<|assistant|>"],
+            "[gMASK]<sop><|system|>\nS<|user|>\nU<|assistant|>\nA<|user|>\nV<|assistant|>",
+        ),
+        (
+            ["<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"],
+            "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>S<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|USER_TOKEN|>U"
+            "<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>A<|END_OF_TURN_TOKEN|>"
+            "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>V<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+        ),
+        (
+            ["[|system|]", "[|user|]", "[|assistant|]", "[|endofturn|]"],
+            "[|system|]S[|endofturn|]\n[|user|]U\n[|assistant|]A[|endofturn|]\n[|user|]V\n[|assistant|]",
+        ),
     ],
 )
 def test_special_tokens_tell_the_format(tmp_path, marks, text):

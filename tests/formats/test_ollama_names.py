@@ -1,0 +1,39 @@
+"""Vocabularies that Ollama's converter wrote. Other names of its files: tests/description/test_architectures.py."""
+
+from array import array
+from base64 import b64encode
+
+import numpy as np
+
+from engine.formats.ollama_names import usual_names
+from engine.formats.string_array import StringArray
+from engine.formats.tokens.tokenizer import Tokenizer
+from tests.formats.vocabularies import NORMAL, UNKNOWN, decode, write
+
+CHARACTERS = "tokenizer.ggml.precompiled_charsmap"
+
+
+def letters_of(text: bytes) -> StringArray:
+    strings = b"".join((1).to_bytes(8, "little") + bytes([letter]) for letter in text)
+    return StringArray(strings, array("q", range(0, 9 * len(text) + 1, 9)))
+
+
+def test_a_table_of_characters_in_letters():
+    table = bytes(range(20))
+    metadata = {"general.architecture": "bert", CHARACTERS: letters_of(b64encode(table))}
+    read, _ = usual_names(metadata, {})
+    np.testing.assert_array_equal(read[CHARACTERS], np.frombuffer(table, np.uint8))
+    damaged = metadata | {CHARACTERS: letters_of(b"abc")}
+    assert usual_names(damaged, {})[0][CHARACTERS] is damaged[CHARACTERS]
+
+
+def test_merges_tell_the_vocabulary_of_gemma_4():
+    keys = {"general.architecture": "gemma4", "tokenizer.ggml.model": "llama"}
+    assert usual_names(keys, {})[0] == keys
+    assert usual_names(keys | {"tokenizer.ggml.merges": []}, {})[0]["tokenizer.ggml.model"] == "gemma4"
+
+
+def test_bytes_that_are_not_marked(tmp_path):
+    pieces = [("<unk>", UNKNOWN), *((f"<0x{byte:02X}>", NORMAL) for byte in range(256)), ("a", NORMAL)]
+    tokenizer = Tokenizer(write(tmp_path / "v", "llama", pieces, add_space_prefix=False))
+    assert decode(tokenizer, tokenizer.encode("aé")) == "aé"
