@@ -10,22 +10,34 @@ import re
 from base64 import b64decode
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import Field, dataclass, field, replace
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
 from engine.formats.string_array import StringArray
 
-if TYPE_CHECKING:
-    from engine.formats.gguf import TensorInfo
-
 Metadata = Mapping[str, object]
-Tensors = Mapping[str, "TensorInfo"]
 _ARCHITECTURE = "general.architecture"
 _TOKENIZER, _PRE, _MERGES, _CHARACTERS = (
     f"tokenizer.ggml.{name}" for name in ("model", "pre", "merges", "precompiled_charsmap")
 )
+
+
+class _Tensor(Protocol):
+    """A data class with these fields."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def n_bytes(self) -> int: ...
+
+
+_T = TypeVar("_T", bound=_Tensor)
 
 
 @dataclass(frozen=True)
@@ -114,7 +126,7 @@ _NAMES: Mapping[str, _Names] = {
 }
 
 
-def usual_names(metadata: Metadata, tensors: Tensors) -> tuple[Metadata, Tensors]:
+def usual_names(metadata: Metadata, tensors: Mapping[str, _T]) -> tuple[Metadata, Mapping[str, _T]]:
     """What a file has, under the names of llama.cpp."""
     architecture = metadata.get(_ARCHITECTURE)
     names = _NAMES.get(architecture) if isinstance(architecture, str) else None
@@ -148,7 +160,7 @@ def _decoded(metadata: Metadata) -> Metadata:
     return {}
 
 
-def _renamed(patterns: Mapping[str, str], tensors: Tensors) -> Tensors:
+def _renamed(patterns: Mapping[str, str], tensors: Mapping[str, _T]) -> Mapping[str, _T]:
     """The tensors by their usual names."""
 
     def named(name: str) -> str:
@@ -161,7 +173,7 @@ def _renamed(patterns: Mapping[str, str], tensors: Tensors) -> Tensors:
     )
 
 
-def _cut(tables: tuple[str, str], tensors: Tensors) -> Tensors:
+def _cut(tables: tuple[str, str], tensors: Mapping[str, _T]) -> Mapping[str, _T]:
     long, short = map(tensors.get, tables)
     if not (long and short and len(long.shape) == 2 and short.shape[0] < long.shape[0]):
         return tensors
