@@ -149,10 +149,10 @@ def install(dev: str) -> None:
 
         compiler_output.apply()
     if device in ("CUDA", "NV"):
-        from engine.fixes import cuda_headers, float_instructions
+        from engine.fixes import cuda_headers, float_instructions, single_elements
 
-        cuda_headers.apply()
-        float_instructions.apply()
+        for fix in (cuda_headers, float_instructions, single_elements):
+            fix.apply()
     if device == "CUDA":
         from engine.fixes import (
             driver_calls,

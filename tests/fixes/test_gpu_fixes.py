@@ -144,6 +144,26 @@ def test_a_maximum_and_a_power_of_two_take_one_instruction():
     assert fixed.splitlines() == ["1 1 0 0 0", integer, half, "False"]
 
 
+SINGLE = """
+if sys.argv[1:] == ["with"]:
+    from engine.fixes import single_elements
+    single_elements.apply()
+from tinygrad.uop.ops import AxisType, Ops
+renderer = CUDARenderer(Target.parse("CUDA::sm_90"))
+renderer.compiler.compile_cached = lambda source: b""
+a, k = UOp.placeholder((2,), dtypes.float32, slot=0), UOp.range(2, 0, AxisType.REDUCE)
+total = a.index(k).load().reduce(k, arg=Ops.ADD) * 0.5
+root = UOp(Ops.CUSTOM, dtypes.float32, (total,), "rsqrtf({0})")
+graph = a.index(UOp.const(0)).store(root).sink(arg=KernelInfo(), tag=1)
+print(to_program(graph, renderer).src[2].arg.count("make_float("))
+"""
+
+
+def test_a_named_instruction_reads_the_result_of_a_reduction():
+    stock, fixed = run_each(RENDERER, SINGLE, *WAYS)
+    assert (int(stock), int(fixed)) == (1, 0)
+
+
 SHARED = """
 import tinygrad.runtime.ops_cuda as cuda
 cuda.CUDAProgram.__init__ = lambda self, dev, obj, smem=0: print(smem)

@@ -202,6 +202,9 @@ def test_another_tinygrad_is_refused(fix, monkeypatch):
         fix.apply()
 
 
+ON_NV = ["cuda_headers", "float_instructions", "nv_windows", "single_elements", "visible_gpus"]
+
+
 @pytest.mark.parametrize(
     "dev, wanted",
     [
@@ -218,12 +221,13 @@ def test_another_tinygrad_is_refused(fix, monkeypatch):
                 "graph_sizes",
                 "idle_threads",
                 "load_order",
+                "single_elements",
                 "streamed_loads",
                 "warpgroup_products",
             ],
         ),
-        rarely("TEGRA+NV:CUDA", ["cuda_headers", "float_instructions", "nv_windows", "visible_gpus"]),
-        rarely("NV;CPU", ["cuda_headers", "float_instructions", "nv_windows", "visible_gpus"]),
+        rarely("TEGRA+NV:CUDA", ON_NV),
+        rarely("NV;CPU", ON_NV),
     ],
 )
 def test_a_device_gets_the_changes_that_are_for_it(dev, wanted):

@@ -23,7 +23,14 @@ from tinygrad.device import Buffer
 from tinygrad.dtype import DType
 from tinygrad.runtime.support import compiler_cuda
 
-from engine.fixes import dynamic_shared, graph_nodes, graph_rewrites, index_lowering, slice_shapes
+from engine.fixes import (
+    dynamic_shared,
+    graph_nodes,
+    graph_rewrites,
+    index_lowering,
+    single_elements,
+    slice_shapes,
+)
 from engine.kernels.kernel import Kernel
 from engine.loading.weights import Weights
 from engine.runtime.kv_blocks import KVBlocks
@@ -296,6 +303,7 @@ def main(path: str, folder: str, *quants: str) -> None:
     graph_nodes.apply()
     graph_rewrites.apply()
     index_lowering.apply()
+    single_elements.apply()
     slice_shapes.apply()
     for quant in quants:
         programs.clear()
