@@ -135,7 +135,7 @@ class Connection:
         http = httpx2.AsyncClient(
             headers={**self._server.headers, "Accept-Encoding": "identity"},
             timeout=httpx2.Timeout(START_S, read=most_s),
-            transport=_Bounded(self._flooded, most_s),
+            transport=_Bounded(self._flooded, most_s, self._server.url.startswith("https:")),
         )
         return streamable_http_client(
             self._server.url,
@@ -214,8 +214,8 @@ class _Bounded(httpx2.AsyncHTTPTransport):
     events, whose events are bounded, may be longer; with more than MOST_LINES the server is left, by `flooded`. A
     compressed answer is refused: a megabyte of it may be gigabytes."""
 
-    def __init__(self, flooded: asyncio.Event, most_s: float) -> None:
-        super().__init__()
+    def __init__(self, flooded: asyncio.Event, most_s: float, is_encrypted: bool) -> None:
+        super().__init__(verify=is_encrypted)  # reading the certificates takes 40 ms; redirects are not followed
         self._flooded, self._most_s, self._lines = flooded, most_s, Flood(MOST_LINES)
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:

@@ -25,7 +25,9 @@ from engine.formats.process_limits import limit_memory, limit_processor_time
 
 MEMORY_BYTES = 1 << 30
 RENDERING_S = 2  # of processor time: ends the process if its parent has died
-TEXT_CHARACTERS = 1 << 24
+TEXT_CHARACTERS, TIMES_THE_REQUEST = 1 << 20, 16
+"""The longest text: what a template writes of its own, and of its request, as indented JSON in the worst case. Making
+tokens of much more holds others up."""
 
 
 class Refusal(Exception):
@@ -77,14 +79,15 @@ def _tojson(
     )
 
 
-def rendered(template: Template, variables: dict[str, Any]) -> str:
-    """The template's text. The variable `now`, in ISO format, is the time for `strftime_now`."""
+def rendered(template: Template, variables: dict[str, Any], most: int) -> str:
+    """The template's text. The variable `now`, in ISO format, is the time for `strftime_now`. Raises MemoryError for
+    a text of more than `most` characters."""
     now = datetime.fromisoformat(variables.pop("now"))
     pieces, length = [], 0
     for piece in template.generate(strftime_now=now.strftime, **variables):
         pieces.append(piece)
         length += len(piece)
-        if length > TEXT_CHARACTERS:
+        if length > most:
             raise MemoryError
     return "".join(pieces)
 
@@ -94,7 +97,8 @@ def answer(source: str, request: str) -> dict[str, str | list[str]]:
     try:
         if (variables := json.loads(request)) is None:
             return {"reads": sorted(meta.find_undeclared_variables(_environment().parse(source)))}
-        return {"text": rendered(compiled(source), variables)}
+        most = TEXT_CHARACTERS + TIMES_THE_REQUEST * len(request)
+        return {"text": rendered(compiled(source), variables, most)}
     except Refusal as refusal:
         return {"refused": str(refusal)}
     except MemoryError:

@@ -345,7 +345,7 @@ def stopped(template: ChatTemplate, *messages: Message) -> None:
     "source",
     [
         "{% for i in range(10**9) %}{% endfor %}",
-        "{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}",
+        "{% for i in range(200) %}{{ 'a' * 9999 }}{% endfor %}",
         "{{ messages[0].content * 10**9 * 10**9 }}",
         "{{ (10 ** (10 ** (messages | length * 9))) % 7 }}",
         rarely(GROWING.replace("START", "[1]").replace("MORE", "[n.x, n.x]")),
