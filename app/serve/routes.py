@@ -50,6 +50,7 @@ _BEFORE_PATHS = re.compile(
     r"/openai/deployments/[^/]+/"  # Azure's
     r"|/v1/engines/[^/]+/"  # OpenAI's first form
     r"|/(?!v1/|api/)(?:[^/]+/)+?v1/"  # of Groq (/openai/v1) and others
+    r"|/v1(?:beta1)?/(?:projects/[^/]+/locations/[^/]+/)?publishers/[^/]+/(?=models/)"  # Vertex AI's
     r"|/api/v1/v1/"
     r"|/v1/chat/completions/(?=chat/|models|embeddings|responses)"  # the whole address as that of the server
 )

@@ -215,7 +215,9 @@ class _Bounded(httpx2.AsyncHTTPTransport):
     compressed answer is refused: a megabyte of it may be gigabytes."""
 
     def __init__(self, flooded: asyncio.Event, most_s: float, is_encrypted: bool) -> None:
-        super().__init__(verify=is_encrypted)  # reading the certificates takes 40 ms; redirects are not followed
+        super().__init__(
+            verify=is_encrypted
+        )  # reading the certificates takes 40 ms; redirects are not followed
         self._flooded, self._most_s, self._lines = flooded, most_s, Flood(MOST_LINES)
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:

@@ -15,7 +15,8 @@ from app.serve.answer import AnswerDelta, AnswerEnd
 from app.serve.errors import ApiError, gemini_form, wrong
 from app.serve.http import COMMENTED, Framing
 from app.serve.model_pool import ModelPool
-from app.serve.protocols import chat, embeddings
+from app.serve.protocols import chat, elsewhere, embeddings
+from app.serve.protocols.common import logprobs
 from app.serve.protocols.common.blocks import Block, Blocks, Closed, Grown
 from app.serve.protocols.common.conversation import Call, CalledFunction, ChatMessage, Part, PicturePart
 from app.serve.protocols.common.formats import JsonSchema, ResponseFormat
@@ -26,7 +27,8 @@ from app.serve.protocols.common.requests import variants
 from app.serve.protocols.common.text_files import from_file
 from app.serve.protocols.common.tools import Allowed, Function, Tool, ToolChoice
 from app.serve.service import Service
-from engine.protocol.events import Finished
+from engine.formats.tokens.tokenizer import Tokenizer
+from engine.protocol.events import Finished, Token
 
 VERSIONS = ("v1beta", "v1alpha")
 """What paths begin with. Some clients have /v1 there."""
@@ -61,6 +63,9 @@ class Generation(msgspec.Struct, rename="camel"):
     response_mime_type: str | None = None
     response_schema: dict[str, Any] | None = None
     response_json_schema: dict[str, Any] | None = None
+    response_modalities: list[str] | None = None
+    response_logprobs: bool | None = None
+    logprobs: int | None = None
     thinking_config: Thinking | None = None
 
 
@@ -83,6 +88,7 @@ class GeminiBody(msgspec.Struct, rename="camel", kw_only=True):
     tool_config: ToolConfig | None = None
     generation_config: Generation | None = None
     generate_content_request: dict[str, Any] | None = None
+    cached_content: str | None = None
     model: str | None = None
     is_streamed: bool = False
     is_list: bool = False
@@ -116,7 +122,10 @@ def asked(body: GeminiBody, service: Service) -> Asked:
     as_chat = _chat_body(body, config)
     request, tools = chat.chat_request(as_chat, service)
     shows_thoughts = bool(config.thinking_config and config.thinking_config.include_thoughts)
-    reply = GeminiReply(body.model or service.model, shows_thoughts, body.is_list)
+    shown = config.logprobs or 0 if config.response_logprobs else None
+    reply = GeminiReply(
+        body.model or service.model, service.file.tokenizer, shows_thoughts, body.is_list, shown
+    )
     requests = variants(request, as_chat.answers)
     return Asked(requests, reply, body.is_streamed, as_chat.stops, note=tools.note)
 
@@ -159,6 +168,10 @@ def model(name: str, service: Service | None) -> Json:
 
 def _chat_body(body: GeminiBody, config: Generation) -> chat.ChatBody:
     """The same in OpenAI's form. Raises ApiError."""
+    if body.cached_content:
+        raise wrong(elsewhere.sentence("/cachedContents"), "cachedContent")
+    if config.response_modalities and "TEXT" not in config.response_modalities:
+        raise wrong("This server answers with text only.", "responseModalities")
     messages = list[ChatMessage]()
     if body.system_instruction:
         messages.append(ChatMessage("system", _texts(body.system_instruction)))
@@ -176,6 +189,8 @@ def _chat_body(body: GeminiBody, config: Generation) -> chat.ChatBody:
         config.candidate_count,
     )
     as_chat.presence_penalty, as_chat.frequency_penalty = config.presence_penalty, config.frequency_penalty
+    if config.response_logprobs:
+        as_chat.logprobs, as_chat.top_logprobs = True, config.logprobs
     as_chat.thinking_budget = thinking.thinking_budget
     as_chat.chat_template_kwargs = {"reasoning_effort": (thinking.thinking_level or "").lower()}
     _set_format(as_chat, config)
@@ -282,11 +297,13 @@ def _schema(given: Any) -> Any:
         return [_schema(each) for each in given]
     if not isinstance(given, dict):
         return given
+    named = {_in_camel_case(key): value for key, value in given.items()}
     made = {
-        key: value for key, value in given.items() if key not in ("nullable", "propertyOrdering", "example")
+        key: value for key, value in named.items() if key not in ("nullable", "propertyOrdering", "example")
     }
+    is_nullable = named.get("nullable") is True
     if isinstance(kind := made.get("type"), str):
-        made["type"] = [kind.lower(), "null"] if given.get("nullable") is True else kind.lower()
+        made["type"] = [kind.lower(), "null"] if is_nullable else kind.lower()
     if made.get("format") == "enum":
         del made["format"]
     for key in ("items", "anyOf", "additionalProperties"):
@@ -294,9 +311,19 @@ def _schema(given: Any) -> Any:
             made[key] = _schema(made[key])
     if isinstance(properties := made.get("properties"), dict):
         made["properties"] = {name: _schema(each) for name, each in properties.items()}
+    for key in made.keys() & _SIZES:
+        if isinstance(size := made[key], str) and re.fullmatch(r"[0-9]{1,9}", size):
+            made[key] = int(size)
+    for key, nothing in (("enum", None), ("anyOf", {"type": "null"})):
+        if is_nullable and isinstance(made.get(key), list):
+            made[key] = [*made[key], nothing]
     return made
 
 
+_SIZES = {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"}
+"""Google's JSON has numbers of 64 bits as texts."""
+_LISTS = {"contents", "parts", "tools", "functionDeclarations", "requests"}
+"""Google's server takes one of these without its list, as many examples of its documentation are written."""
 _AS_THEY_ARE = {
     "args",
     "response",
@@ -308,17 +335,26 @@ _AS_THEY_ARE = {
 }
 
 
+def _in_camel_case(name: str) -> str:
+    return _UNDERSCORE.sub(lambda found: found[1].upper(), name)
+
+
 def _camel(value: Any, depth: int = 0) -> Any:
-    """JSON with names of fields as `maxOutputTokens`; those that the client has made stay as they are. Raises ApiError
-    if it is nested too deeply."""
+    """JSON with names of fields as `maxOutputTokens`, lists where they belong, and whole numbers that are written as
+    such; what the client has made stays as it is. Raises ApiError if it is nested too deeply."""
     if depth > MAX_DEPTH:
         raise ApiError(400, "The request is nested too deeply.")
     if isinstance(value, list):
         return [_camel(each, depth + 1) for each in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
     if not isinstance(value, dict):
         return value
-    named = {_UNDERSCORE.sub(lambda found: found[1].upper(), key): each for key, each in value.items()}
-    return {key: each if key in _AS_THEY_ARE else _camel(each, depth + 1) for key, each in named.items()}
+    named = {_in_camel_case(key): each for key, each in value.items()}
+    listed = {
+        key: [each] if key in _LISTS and isinstance(each, dict) else each for key, each in named.items()
+    }
+    return {key: each if key in _AS_THEY_ARE else _camel(each, depth + 1) for key, each in listed.items()}
 
 
 @dataclass
@@ -329,9 +365,13 @@ class _Answer:
 
 @dataclass
 class GeminiReply(Reply):
+    """`shown`: as in `chat.ChatReply`."""
+
     model: str
+    tokenizer: Tokenizer
     shows_thoughts: bool = False
     is_list: bool = False
+    shown: int | None = None
     framing: Framing = COMMENTED
     takes_pieces: bool = False
     id: str = field(default_factory=lambda: secrets.token_urlsafe(18))
@@ -354,6 +394,7 @@ class GeminiReply(Reply):
             _candidate(
                 i, self._parts(answer.blocks.all), _STOPS[answer.end.finish_reason] if answer.end else None
             )
+            | self._logprobs([token for block in answer.blocks.all for token in block.tokens])
             for i, answer in sorted(self._answers.items())
         ]
         made = self._response(
@@ -370,15 +411,22 @@ class GeminiReply(Reply):
 
     def _written(self, i: int, changes: Iterable[Any]) -> Iterator[Json]:
         for change in changes:
-            block = change.block
+            block, shown = change.block, dict[str, Json]()
             if isinstance(change, Grown) and block.kind != "call":
                 parts = self._parts([Block(block.kind, 0, pieces=[change.text])])
+                shown = self._logprobs(change.tokens)
             elif isinstance(change, Closed) and block.kind == "call":
                 parts = self._parts([block])
             else:
                 continue
             if parts:
-                yield self._response([_candidate(i, parts)])
+                yield self._response([_candidate(i, parts) | shown])
+
+    def _logprobs(self, tokens: Iterable[Token]) -> Json:
+        reported = logprobs.reported(tokens, self.tokenizer)
+        if self.shown is None or not reported:
+            return {}
+        return logprobs.of_candidate(reported, self.tokenizer, self.shown)
 
     def _parts(self, blocks: Iterable[Block]) -> list[Json]:
         return [_part(block) for block in blocks if block.kind != "thinking" or self.shows_thoughts]

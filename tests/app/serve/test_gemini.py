@@ -7,7 +7,7 @@ import json
 import pytest
 
 from app.serve.protocols.common.pictures import NOT_READ
-from engine.protocol.events import Sampling
+from engine.protocol.events import Sampling, Token, TopToken
 from tests.app.fake_engine import SEEING, TOO_LONG, FakeEngine, reply
 from tests.pictures import plain_picture
 
@@ -61,7 +61,7 @@ async def test_answers(served):
     shown = json.loads(service.engine.requests[0].prompt.tools)[0]["function"]["parameters"]
     assert shown["type"] == "object" and shown["properties"]["city"] == {
         "type": ["string", "null"],
-        "enum": ["Rome"],
+        "enum": ["Rome", None],
     }
     assert "google_search" in service.handled[0].note.replace("googleSearch", "google_search")
 
@@ -125,6 +125,33 @@ async def test_a_conversation_and_its_options(served):
     assert engine.requests[2].grammar and "stop" not in engine.requests[2].prompt.tools
 
 
+async def test_what_googles_own_server_takes_too(served):
+    """Lists of one without the list, whole numbers as 9.0, sizes as texts, and the path of Vertex AI."""
+    token = Token(request_id=0, id=1, text="x", logprob=-0.5, top=(TopToken(id=2, logprob=-0.7),))
+    begun, read, *_, end = reply("")
+    client, _ = served(engine := FakeEngine([begun, read, token, end]))
+    schema = {"type": "ARRAY", "min_items": "1", "items": {"any_of": [{"type": "STRING"}], "nullable": True}}
+    config = {"maxOutputTokens": 9.0, "responseSchema": schema, "responseLogprobs": True, "logprobs": 1}
+    body = {
+        "system_instruction": {"parts": {"text": "Be brief."}},
+        "contents": {"parts": {"text": "Hi"}},
+        "tools": {"function_declarations": {"name": "f"}},
+        "generationConfig": config,
+    }
+    path = "/v1beta1/projects/p/locations/l/publishers/google/models/tiny:generateContent"
+    response = await client.post(path, json=body)
+    [candidate] = response.json()["candidates"]
+    shown = candidate["logprobsResult"]
+    assert (candidate["avgLogprobs"], shown["chosenCandidates"][0]["logProbability"]) == (-0.5, -0.5)
+    assert shown["topCandidates"][0]["candidates"][0]["tokenId"] == 2
+    assert (await streamed(client, body))[0]["candidates"][0]["logprobsResult"] == shown
+    request = engine.requests[0]
+    assert [message.content for message in request.prompt.messages] == ["Be brief.", "Hi"]
+    assert request.max_tokens == 9 and '"name": "f"' in request.prompt.tools
+    source = request.grammar.source.replace(" ", "")
+    assert '"minItems":1' in source and '"type":"null"' in source
+
+
 async def test_what_else_there_is(served):
     client, _ = served(FakeEngine([TOO_LONG]), key="secret")
     refused = await client.post(f"{PATH}:generateContent", json=ASKED)
@@ -159,6 +186,8 @@ async def test_what_else_there_is(served):
             "nested too deeply",
         ),
         (ASKED | {"generationConfig": {"candidateCount": 99}}, "from 1 to"),
+        (ASKED | {"generationConfig": {"responseModalities": ["AUDIO"]}}, "text only"),
+        (ASKED | {"cachedContent": "cachedContents/x"}, "send the contents"),
         ([], "Expected"),
     ],
 )

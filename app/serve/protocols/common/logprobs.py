@@ -1,6 +1,6 @@
-"""Log-probabilities of tokens in OpenAI's forms."""
+"""Log-probabilities of tokens in OpenAI's form, and in Google's."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from app.serve.protocols.common.reply import Json
 from engine.formats.tokens.tokenizer import Tokenizer
@@ -23,6 +23,21 @@ def of_chat(tokens: Iterable[Token], tokenizer: Tokenizer, n: int) -> list[Json]
         entry(t.id, t.logprob) | {"top_logprobs": [entry(top.id, top.logprob) for top in t.top[:n]]}
         for t in tokens
     ]
+
+
+def of_candidate(tokens: Sequence[Token], tokenizer: Tokenizer, n: int) -> Json:
+    """What an answer of Gemini's protocol has of them."""
+
+    def entry(id: int, logprob: float | None) -> Json:
+        return {"token": spelled(tokenizer, id), "tokenId": id, "logProbability": logprob}
+
+    total = sum(t.logprob or 0.0 for t in tokens)
+    result: Json = {"logProbabilitySum": total, "chosenCandidates": [entry(t.id, t.logprob) for t in tokens]}
+    if n:
+        result["topCandidates"] = [
+            {"candidates": [entry(e.id, e.logprob) for e in t.top[:n]]} for t in tokens
+        ]
+    return {"avgLogprobs": total / len(tokens), "logprobsResult": result}
 
 
 def spelled(tokenizer: Tokenizer, id: int) -> str:
