@@ -51,6 +51,10 @@ async def test_schemas_of_other_servers(served, fields):
         ({"guided_regex": "^[0-9]{3}/x$"}, "start: /[0-9]{3}\\/x/"),
         ({"regex": "a\\$"}, "start: /a\\$/"),
         ({"grammar": 'root ::= "x"'}, '%llguidance {}\n\nstart: "x"\n'),
+        (
+            {"grammar": r'root ::= [\U0001F600-\U0001F64F\u0041] "\\U0001F600"'},
+            '%llguidance {}\n\nstart: /[😀-🙏\\x41]/ "\\\\U0001F600"\n',
+        ),
         ({"guided_grammar": 'start: "x"'}, 'start: "x"'),
         (
             {"response_format": {"type": "grammar", "grammar": 'root ::= "x"'}},

@@ -6,6 +6,8 @@ be: an answer that only looks right would be worse.
 """
 
 import json
+import re
+import sys
 from typing import Any, Literal
 
 import msgspec
@@ -166,9 +168,23 @@ def _grammar(grammar: str, param: str) -> Grammar:
 
     _check_length(grammar, param)
     try:
-        return Grammar(kind="lark", source=any_to_lark(grammar), ends_numbers=False)
+        source = any_to_lark(_LONG_ESCAPE.sub(_shorter_escape, grammar))
+        return Grammar(kind="lark", source=source, ends_numbers=False)
     except Exception as error:  # the library raises plain Exceptions, too
         raise _unusable(error, param) from None
+
+
+_LONG_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8}))")
+
+
+def _shorter_escape(found: re.Match[str]) -> str:
+    """A character that GBNF writes as \\U0001F600 or \\u0041. The library writes them without their zeros, and no regex
+    has such escapes."""
+    code = int(found[2] or found[3], 16)
+    if code < 1 << 7:
+        return f"{found[1]}\\x{code:02X}"
+    is_character = code <= sys.maxunicode and not 0xD800 <= code < 0xE000
+    return f"{found[1]}{chr(code)}" if is_character else found[0]
 
 
 def _check_length(source: str, param: str) -> None:
