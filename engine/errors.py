@@ -11,6 +11,8 @@ FailureKind = Literal["usage", "model", "template", "backend", "context", "inter
 EXIT_CODES: dict[FailureKind, int] = {
     "internal": 1, "usage": 2, "model": 3, "template": 3, "backend": 4, "context": 5,
 }  # fmt: skip
+LOG_IS = "The engine's log:"
+"""Before the path, at the end of a hint."""
 
 
 class OrinError(Exception):

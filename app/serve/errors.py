@@ -5,14 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.errors import UsageError
+from engine.errors import LOG_IS, UsageError
 from engine.protocol.events import Failed
 
 
 @dataclass
 class ApiError(Exception):
     """A request that is not answered. `param` names the field that is wrong. `tokens` and `most`: those of a prompt and
-    of the context that it does not fit into (0: not known)."""
+    of the context that it does not fit into (0: not known). `shown` is what the server's own screen says of it."""
 
     status: int
     message: str
@@ -22,6 +22,10 @@ class ApiError(Exception):
     headers: dict[str, str] = field(default_factory=dict)
     tokens: int = 0
     most: int = 0
+    shown: str = ""
+
+    def __post_init__(self) -> None:
+        self.shown = self.shown or self.kind
 
 
 Form = Callable[[ApiError], dict[str, Any]]
@@ -132,4 +136,6 @@ def of_failure(failed: Failed) -> ApiError:
             return ApiError(400, message, code=CONTEXT, tokens=failed.tokens, most=failed.most)
         case "usage" | "template" if failed.request_id is not None:  # else the file is damaged
             return ApiError(400, message)
-    return ApiError(500, message, "server_error")
+    # Where the log lies concerns only who runs the server, who sees no texts of prompts, which other errors may have.
+    for_client = message.partition(LOG_IS)[0].strip()
+    return ApiError(500, for_client, "server_error", shown=message if failed.kind == "backend" else "")

@@ -269,7 +269,7 @@ class Exchange:
             self.close(refused.status, refused.kind)
             raise refused from None
         except ApiError as error:
-            self.close(200 if self.is_streamed else error.status, error.kind)
+            self.close(200 if self.is_streamed else error.status, error.shown)
             raise
         except ClientGoneError:
             self.close(CLIENT_GONE)

@@ -214,7 +214,7 @@ class _Bounded(httpx2.AsyncHTTPTransport):
     events, whose events are bounded, may be longer; with more than MOST_LINES the server is left, by `flooded`. A
     compressed answer is refused: a megabyte of it may be gigabytes."""
 
-    def __init__(self, flooded: asyncio.Event, most_s: float, is_encrypted: bool) -> None:
+    def __init__(self, flooded: asyncio.Event, most_s: float, is_encrypted: bool = False) -> None:
         super().__init__(
             verify=is_encrypted
         )  # reading the certificates takes 40 ms; redirects are not followed

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from engine.errors import LOG_IS
 from engine.protocol.events import Event, Failed, Shutdown, event_decoder
 from engine.protocol.launch import start_child, take_launched, worker_environment
 from engine.protocol.transport import Deframer, FrameError, pack
@@ -230,7 +231,7 @@ class EngineProcess(asyncio.Protocol):
         else:
             reason = last_error(self._log_path, self._log_start)
             message = f"The engine process ended by itself ({how_it_ended(code)}{reason and f': {reason}'})."
-        hint = f"The engine's log: {self._log_path}"
+        hint = f"{LOG_IS} {self._log_path}"
         if code == -signal.SIGBUS:  # the mapped model file has become shorter
             hint = f"The model file was cut short or replaced while it was read. {hint}"
         elif code == -signal.SIGKILL and not self._killed:

@@ -20,7 +20,7 @@ async def test_a_failure_of_one_of_several_answers_ends_all(served, stream):
     client, service = served(FakeEngine([*reply("one")[:-1], None], [died]))
     response = await client.post(CHAT, json={**HELLO, "n": 2, "stream": stream})
     assert "The engine died." in response.text
-    assert service.open == service.processing == 0 and service.handled[0].problem == "server_error"
+    assert service.open == service.processing == 0 and service.handled[0].problem == died.message
 
 
 async def test_a_proxy_sees_that_a_silent_stream_lives(served, sent, monkeypatch):

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from engine.errors import LOG_IS
 from engine.formats.tools.forms import HARMONY
 from engine.protocol.events import Failed, RawText, Sampling, Token, TokenIds, TopToken
 from tests.app.fake_engine import TOO_LONG, FakeEngine, reply, tokens
@@ -280,10 +281,12 @@ async def test_failures_before_the_first_token_have_a_status(served, stream, fai
 
 
 async def test_a_failure_in_the_middle_of_a_stream(served):
-    died = Failed(kind="backend", message="The engine died.")
+    """Who runs the server is told why, and where the log lies; a client is told no paths."""
+    died = Failed(kind="backend", message="The engine died.", hint=f"Free memory. {LOG_IS} /home/me/log")
     client, service = served(FakeEngine([*reply("")[:2], *tokens("Well"), died]))
     *_, last = await events(client, CHAT, HELLO)
-    assert last["error"]["message"] == "The engine died." and service.handled[0].problem == "server_error"
+    assert last["error"]["message"] == "The engine died. Free memory."
+    assert service.handled[0].problem == f"{died.message} {died.hint}"
 
 
 async def test_requests_wait_up_to_a_limit(served):
