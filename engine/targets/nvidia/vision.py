@@ -22,6 +22,7 @@ from engine.description.vision import (
     Linear,
     PatchAttention,
     PatchFeedForward,
+    QueryAttention,
     Stem,
     VisionSpec,
     WindowQueries,
@@ -34,6 +35,7 @@ from engine.loading.fixed_rows import fixed_rows, host_matrix
 from engine.loading.weights import FileWeights
 from engine.runtime.pictures import Pixels, Progress, part_by_part
 from engine.targets.nvidia.filling import fill, prepare
+from engine.targets.nvidia.fixed_queries import FixedQueries
 from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.pictures.patches import (
     ROWS,
@@ -41,11 +43,14 @@ from engine.targets.nvidia.kernels.pictures.patches import (
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from engine.targets.nvidia.kernels.weights.weight_repacking import MatrixSpec, TensorRows
 from engine.targets.nvidia.matrices import Matrix, matrices_of
-from engine.targets.nvidia.picture_steps import PictureSteps, Rows, Stacked, limits_of
+from engine.targets.nvidia.picture_kernels import Rows, Stacked, limits_of
+from engine.targets.nvidia.picture_steps import PictureSteps
 
 _CAPTURED = 2  # sizes whose graphs and memory are kept
 _PLACES = 8  # grids whose places are kept
 _HALF = 1  # ggml's number of float16
+_LEAST_PART = 4
+"""Long pictures of fixed queries have a part of a square's patches, this or more of them (`SizeRule`, "mean")."""
 
 
 def lacks(spec: VisionSpec) -> str:
@@ -56,14 +61,15 @@ def lacks(spec: VisionSpec) -> str:
     turned = (step.weight for step in spec.projector_steps if isinstance(step, Linear) and step.transposed)
     if any(TYPES[weight.type].name not in HOST_TYPES for weight in turned):
         return "a quantized matrix with a row for each input"
-    if spec.queries:
-        return "attention of fixed queries"
+    asking = [step for step in spec.projector_steps if isinstance(step, QueryAttention)]
+    if any(TYPES[step.q.weight.type].name not in HOST_TYPES for step in asking):
+        return "a quantized matrix of fixed queries"
+    if _LEAST_PART * spec.queries > (spec.size.most // spec.patch) ** 2:
+        return "more fixed queries than a picture may have patches"
     if spec.stem:
         return "an encoder before the encoder" if isinstance(spec.stem, Stem) else "a net of convolutions"
     if any(isinstance(step, WindowQueries) for step in spec.projector_steps):
         return "queries of windows"
-    if spec.reduction:
-        return "fewer patches from a layer on"
     if spec.pixel_norm:
         return "a norm of pixels"
     if any(projector.earlier for projector in spec.projectors):
@@ -112,7 +118,7 @@ class NvidiaEncoder:
         self.vectors = {vector: to_device(weights.vector(vector)) for vector in spec.vectors()}
         if spec.positions and spec.summary and (table := position_table(spec, weights.vector)) is not None:
             self.vectors[spec.positions.table] = to_device(table.reshape(-1))
-        self._fixed = fixed_rows(weights, spec)
+        self._fixed, self.fixed_queries = fixed_rows(weights, spec), FixedQueries.of(weights, spec)
         self.products: dict[tuple[Linear, ...], list[Stacked]] = {}
         for linears in _read_together(spec):
             self.products[linears] = stack(weights, linears)
@@ -146,7 +152,7 @@ class NvidiaEncoder:
         if self._work:
             self._work.finish()  # its memory is needed
         steps.begin(rgb, grid, self._places_of(grid))
-        work = self._work = _Work(steps, tokens)
+        work = self._work = _Work(steps, spec.queries or tokens)
         while work.run() is None:
             yield Progress(work.done, len(steps.parts))
         if self._work is work:
@@ -242,9 +248,13 @@ def _read_together(spec: VisionSpec) -> list[tuple[Linear, ...]]:
             found += [(operator.q, operator.k, operator.v), (operator.o,)]
         else:
             found += [(operator.gate, operator.up) if operator.gate else (operator.up,), (operator.down,)]
+    if spec.reduction:
+        found += [(spec.reduction.feed_forward.up,), (spec.reduction.feed_forward.down,)]
     for step in spec.projector_steps:
         if isinstance(step, Linear):
             found.append((step,))
         elif isinstance(step, PatchFeedForward):
             found += [(linear,) for linear in (step.gate, step.up, step.down) if linear]
+        elif isinstance(step, QueryAttention):
+            found += [(linear,) for linear in (step.k, step.v, step.o)]
     return found

@@ -167,6 +167,15 @@ def check_an_encoder_with_two_norms_at_last() -> None:
     encoder_of("dots_ocr", [(3, 5)])
 
 
+def check_an_encoder_of_fixed_queries() -> None:
+    encoder_of("resampler", [(5, 6)], side=24, out=128)
+
+
+def check_an_encoder_of_squares_of_patches() -> None:
+    """Four of them become one row after the first layer, after attention within them."""
+    encoder_of("minicpmv4_6", [(3, 2)])
+
+
 def check_an_encoder_with_limits() -> None:
     encoder_of("gemma4v", [(3, 2)])
 

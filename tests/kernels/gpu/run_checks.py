@@ -92,7 +92,7 @@ def lower_tiles() -> None:
     """From now on, products of prompts and pictures have tiles of 32 tokens, which are a third of the work to compile.
     Those of a prompt's gate and up have the tiles of users, and with ORIN_THOROUGH all have. A prompt's attention reads
     the fewest keys in a step; `check_prompt_attention` has more."""
-    from engine.targets.nvidia import picture_steps
+    from engine.targets.nvidia import picture_kernels, picture_steps
     from engine.targets.nvidia.kernels.products import prompt_products
     from engine.targets.nvidia.sublayers import attention
 
@@ -107,7 +107,8 @@ def lower_tiles() -> None:
     ) -> Tiles:
         return (stock if paired else lower)(layout, tokens, rows, cols, chip, paired)
 
-    picture_steps.tiles_for, prompt_products.tiles_for = lower, for_prompts
+    picture_kernels.tiles_for = picture_steps.tiles_for = lower
+    prompt_products.tiles_for = for_prompts
     attention.prompt_tiling = lambda *step: replace(stock_tiling(*step), steps=1)
 
 

@@ -40,6 +40,7 @@ ROWS = 128  # sizes are multiples of this
 _THREADS = 256
 Form = Literal["fragments", "rows"]
 """Rows are float32 (size, columns). Fragments are what `matmul` reads, float16."""
+MergeHow = Literal["join", "channels", "mean"]
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,12 @@ def clamped(value: UOp, limits: UOp | None, first: int | UOp = 0) -> UOp:
 @functools.cache
 def patch_input(
     size: int, patch: int, merge: int, mean: tuple[float, float, float], std: tuple[float, float, float],
-    summarized: int = 0, colours_last: bool = False,
+    summarized: int = 0, colours_last: bool = False, square: int = 1,
 ) -> Kernel:  # fmt: skip
-    """A picture as the first product reads it, colour by colour, or pixel by pixel if they are `colours_last`. Buffers:
-    out, float16 fragments (size, 3 patch²); pixels, uint8 (height, width, 3); count, int32: patches, and at index 1 the
-    columns of tokens. The last rows, as many as `summarized`, are of no patch: zeros."""
+    """A picture as the first product reads it, colour by colour, or pixel by pixel if they are `colours_last`. Of the
+    patches of a token, those of each square of `square` a side follow each other. Buffers: out, float16 fragments
+    (size, 3 patch²); pixels, uint8 (height, width, 3); count, int32: patches, and at index 1 the columns of tokens. The
+    last rows, as many as `summarized`, are of no patch: zeros."""
     area, cols = patch * patch, 3 * patch * patch
 
     def kernel(out: UOp, pixels: UOp, count: UOp) -> UOp:
@@ -102,8 +104,16 @@ def patch_input(
         ok = (row < used_rows(count, size)) & (column < cols)
         token, own = row // merge**2, row % merge**2
         channel, pixel = (column % 3, column // 3) if colours_last else (column // area, column % area)
-        y = (token // across * merge + own // merge) * patch + pixel // patch
-        x = (token % across * merge + own % merge) * patch + pixel % patch
+        of_square, within = own // square**2, own % square**2
+        down, right = (
+            of * square + place
+            for of, place in (
+                (of_square // (merge // square), within // square),
+                (of_square % (merge // square), within % square),
+            )
+        )
+        y = (token // across * merge + down) * patch + pixel // patch
+        x = (token % across * merge + right) * patch + pixel % patch
         value = load(pixels, (y * (across * merge * patch) + x) * 3 + channel, ok).cast(F32)
         factors, offsets = zip(
             *((1 / (255 * s), -m / s) for m, s in zip(mean, std, strict=True)), strict=True
@@ -114,7 +124,7 @@ def patch_input(
         place, colour = fragment_index(row, column, cols), value * factor + offset
         if summarized:
             colour = (row + summarized < used_rows(count, size)).where(colour, f32(0))
-        name = f"patch_input_{size}_{patch}" + "_pixels" * colours_last
+        name = f"patch_input_{size}_{patch}" + "_pixels" * colours_last + f"_{square}" * (square > 1)
         return finish(name, [store(out, place, as_half(colour), ok)])
 
     return Kernel(kernel, ("out",), ("pixels", "count"))
@@ -249,7 +259,7 @@ def activate_rows(
 
 
 @functools.cache
-def merge_rows(merged: int, cols: int, merge: int, how: Literal["join", "channels", "mean"]) -> Kernel:
+def merge_rows(merged: int, cols: int, merge: int, how: MergeHow) -> Kernel:
     """The rows of tokens from those of their patches (`Merge`). Buffers: out, float32 (merged, columns); rows, float32
     (patches, cols); count, of tokens."""
     n = merge * merge
