@@ -41,8 +41,8 @@ def test_every_answer_says_what_it_must(known):
 
 
 def test_answers_name_only_what_the_program_has(known, capsys):
-    # Of jetson_clocks, of pipx, and of ollama.
-    known_options = {"--restore", "--force", "--modelfile"} | set(
+    # Of jetson_clocks, of pipx, of ollama, and of pip.
+    known_options = {"--restore", "--force", "--modelfile", "--require-hashes"} | set(
         re.findall(_OPTION, options._parser({}).format_help())
     )
     for run, _ in COMMANDS.values():

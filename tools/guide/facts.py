@@ -17,8 +17,8 @@ from tools.guide.shape import SHAPE
 from tools.guide.wording import Wording
 
 KNOWLEDGE = Path(__file__).parent / "knowledge"
-FIRST_DAY = ("day.txt", "first.txt", "minutes.txt", "again.txt")
-"""Files of asked/ with what somebody asks on a first day: it comes more often."""
+FIRST_DAY = ("day.txt", "first.txt", "minutes.txt", "again.txt", "second.txt")
+"""Files of asked/ with what somebody asks on the first days: it comes more often."""
 _TOPIC_OF_TABLE = {"key": "keys", "command": "commands", "exit": "exit codes", "program": "commands"}
 PRONOUNS = ("it", "that", "this", "it", "that one")
 
