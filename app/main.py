@@ -362,6 +362,7 @@ def _on_screen(
     warning: str,
 ) -> int:
     """Chats on the full screen."""
+    from app.chat.configuration import adapters_option
     from app.chat.settings import remember, remembered
     from app.chat.speed_history import recording_engine
     from app.screens.chat_app import ChatApp
@@ -390,7 +391,8 @@ def _on_screen(
     with stray_output_to(screen_log()):
         app.run()
     remember("theme", app.theme)
-    if not app.return_code and (way_back := app.session.conversation.way_back()):
+    named = adapters_option(setup.options) if setup else ""
+    if not app.return_code and (way_back := app.session.conversation.way_back(named)):
         print(way_back)
     return app.return_code or 0
 

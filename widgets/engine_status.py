@@ -61,7 +61,7 @@ class EngineStatus:
 
     @property
     def model_name(self) -> str:
-        return self.ready.model.name or self.expected
+        return self.ready.model.title or self.expected
 
     @property
     def is_nearly_full(self) -> bool:

@@ -11,6 +11,7 @@ Each of these overrides those above it, one option at a time:
 
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple, Self
 
 from msgspec.structs import asdict, replace
@@ -84,6 +85,20 @@ def encoder_of(model: Path, asked: str | None = None) -> str:
             f"There is no file {one_line(asked)}.", "Give the path of the encoder: --mmproj FILE."
         )
     return "" if asked == "off" else str(Path(asked).expanduser())
+
+
+def adapters_option(engine: EngineOptions) -> str:
+    """The option that names the adapters of an engine, and a space; "" if there are none."""
+    files = ",".join(name.removesuffix(":1") for name in engine.lora.split(","))
+    return f"--lora {quote(files)} " if files else ""
+
+
+def missed_adapters(chat_model: str, ready: Ready) -> str:
+    """A sentence for a chat that began with `chat_model`, if that is the model that is ready, with adapters that it
+    lacks now; else ""."""
+    if chat_model == ready.model.title or not chat_model.startswith(f"{ready.model.name} + "):
+        return ""
+    return f"This chat began with {one_line(chat_model)}: --lora FILE names its adapters."
 
 
 def without_effect(sampling: Sampling, ready: Ready) -> tuple[str, ...]:

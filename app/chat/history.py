@@ -97,6 +97,11 @@ class History(HistoryDatabase):
             self._touch(chat_id)
         return chat_id
 
+    def model(self, chat_id: int) -> str:
+        """The model that a chat began with; "" if there is no such chat."""
+        rows = self._run("SELECT model FROM chats WHERE id = ?", chat_id)
+        return rows[0][0] if rows else ""
+
     def has(self, chat_id: int) -> bool:
         return bool(self._run("SELECT 1 FROM chats WHERE id = ?", chat_id))
 

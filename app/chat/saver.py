@@ -42,7 +42,7 @@ class Saver:
         self._left = [chat for chat in left if chat is not opened]
 
     def now(self) -> None:
-        model, problem = self._session.status.snapshot().ready.model.name, None
+        model, problem = self._session.status.snapshot().ready.model.title, None
         for chat in (*self._left, self._session.conversation):
             chat.save(model)
             problem = chat.problem or problem

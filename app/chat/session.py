@@ -5,11 +5,12 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any
 
 from app.chat import failures
 from app.chat.candidate import Candidate
-from app.chat.configuration import remarks_on
+from app.chat.configuration import missed_adapters, remarks_on
 from app.chat.conversation import OPEN_ELSEWHERE, Conversation
 from app.chat.history import History
 from app.chat.history_database import HistoryError
@@ -243,8 +244,16 @@ class Session:
         self.tools.permissions.new_chat()
         self.is_full = False
         self.status.new_conversation(context_used=0 if chat_id is None else None)
-        self.view.notice(OPEN_ELSEWHERE if is_shared else "", warning=is_shared)
+        remark = " ".join(filter(None, (OPEN_ELSEWHERE if is_shared else "", self._missed_adapters())))
+        self.view.notice(remark, warning=bool(remark))
         await self.view.opened()
+
+    def _missed_adapters(self) -> str:
+        """A sentence if the chat began with adapters that the model lacks."""
+        with suppress(HistoryError):
+            if (chat_id := self.conversation.chat_id) is not None:
+                return missed_adapters(self.history.model(chat_id), self.status.snapshot().ready)
+        return ""
 
     async def show_version(self, index: int, step: int) -> bool:
         """Goes over to the version before (-1) or after (1) the one that is shown at a prompt. Whether there is one."""
@@ -293,9 +302,11 @@ class Session:
             self.watch(event)
             if isinstance(event, Failed):
                 failure = event
-            elif isinstance(event, Ready) and (remarks := remarks_on(event, self.sampling)):
-                said = f"{self.flaws} {' '.join(remarks)}".lstrip()
-                self.view.notice(said, warning=bool(self.flaws or event.warnings))
+            elif isinstance(event, Ready):
+                missed = self._missed_adapters()
+                if remarks := " ".join(filter(None, (*remarks_on(event, self.sampling), missed))):
+                    said = f"{self.flaws} {remarks}".lstrip()
+                    self.view.notice(said, warning=bool(self.flaws or event.warnings or missed))
         self._is_starting = False
         if failure is not None:
             advice = self.other_model if failures.is_about_model(failure) else ""
@@ -323,7 +334,7 @@ class Session:
         self._is_starting = self.is_full = False
         old_status, self.status = self.status.snapshot(), candidate.status
         # In another model's tokens, the conversation has another length.
-        same_model = old_status.ready.model.name == self.status.snapshot().ready.model.name
+        same_model = old_status.ready.model.title == self.status.snapshot().ready.model.title
         used = old_status.context_used if same_model else None
         self.status.new_conversation(context_used=used if self.conversation.turns else 0)
         adopted()

@@ -33,7 +33,7 @@ def describe(event: Event) -> str:
         case Warming(done=done, total=total):
             return f"preparing kernels, {done}" + (f" of about {total}" if total else "")
         case Ready(model=model):
-            parts = [model.name, model.quantization, f"on {event.backend} ({event.device_name})"]
+            parts = [model.title, model.quantization, f"on {event.backend} ({event.device_name})"]
             parts.append(_context(event))
             parts.append(f"ready in {event.load_ms / 1e3:.1f} s")
             if event.keep_warm_s:

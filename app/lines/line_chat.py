@@ -25,7 +25,7 @@ from app.chat.commands import (
     set_think,
     split,
 )
-from app.chat.configuration import without_effect
+from app.chat.configuration import adapters_option, without_effect
 from app.chat.conversation import require_chat
 from app.chat.export import to_markdown, write_named
 from app.chat.failures import is_about_model
@@ -124,7 +124,8 @@ class LineChat(View):
             try:
                 await self._handle(await self._lines.read(draft))
             except EOFError:
-                if self._lines.is_terminal and (way_back := self.session.conversation.way_back("--plain ")):
+                options = f"--plain {adapters_option(self._models.options)}" if self._models else "--plain "
+                if self._lines.is_terminal and (way_back := self.session.conversation.way_back(options)):
                     self._print(way_back)
                 return 0
             except KeyboardInterrupt:
@@ -345,7 +346,7 @@ class LineChat(View):
     async def do_save(self, name: str) -> None:
         if not name:
             raise UsageError("/save needs the name of a file.")
-        model = self._ready.model.name if self._ready else ""
+        model = self._ready.model.title if self._ready else ""
         conversation = self.session.conversation
         path = write_named(name, to_markdown(conversation.title, model, conversation.all_messages()))
         self._print(f"Saved as {path}.")
@@ -436,7 +437,7 @@ class LineChat(View):
         if (models := self._models) is None:
             raise UsageError(f"This engine has its own {name}, which is set where it runs.")
         changed = engine_option(name, text)
-        model = self._ready.model.name if self._ready else "the engine"
+        model = self._ready.model.title if self._ready else "the engine"
         await self._switch(models, *models.with_options(**changed), f"{model} with {name} {text}")
 
     async def do_quit(self, _: str) -> None:

@@ -348,7 +348,7 @@ class ChatApp(
         if not conversation.turns:
             self.notice("There is nothing to export yet")
             return
-        title, model = conversation.title, self.session.status.snapshot().ready.model.name
+        title, model = conversation.title, self.session.status.snapshot().ready.model.title
         document = to_markdown(title, model, conversation.all_messages())
         try:
             self.notice(f"Exported to {write_new_file(title, document)}")

@@ -108,7 +108,7 @@ class Dashboard(PaneStack):
                 self.performance.mark("S", "search", f"ended: {search.text}")
             if not is_first:
                 preset = self.setup.name if self.setup is not None else ""
-                text = ", ".join(filter(None, [preset or event.backend, event.model.name]))
+                text = ", ".join(filter(None, [preset or event.backend, event.model.title]))
                 self.performance.mark("E", "engine", text)
         elif isinstance(event, Finished):
             self._record_speed(event)

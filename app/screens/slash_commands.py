@@ -83,7 +83,7 @@ class SlashCommands(EngineActions):
         if not name or not conversation.turns:
             await self.run_action("export")
             return
-        model = self.session.status.snapshot().ready.model.name
+        model = self.session.status.snapshot().ready.model.title
         document = to_markdown(conversation.title, model, conversation.all_messages())
         self.column.notice(f"Saved as {write_named(name, document)}")
 

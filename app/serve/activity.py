@@ -188,7 +188,7 @@ class Activity:
         engine: tuple[str, ...] = (service.model, self._start)
         if ready is not None:
             engine = (
-                service.model,
+                " + ".join((service.model, *ready.model.adapters)),
                 ready.model.quantization,
                 f"{ready.backend} ({ready.device_name})",
                 f"context {ready.context_length:,}",

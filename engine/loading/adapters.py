@@ -48,6 +48,11 @@ class Adapter:
     path: Path
     scale: float = 1.0
 
+    @property
+    def name(self) -> str:
+        """That of the file, with the scale unless it is 1."""
+        return self.path.stem + ("" if self.scale == 1 else f" × {self.scale:g}")
+
 
 def parse_adapters(text: str) -> list[Adapter]:
     """The adapters of "FILE,FILE:SCALE"; none of ""."""
@@ -218,6 +223,7 @@ class _AdapterReader:
                 raise ModelFileError(f"{self._name} holds {printable(name)}, which is no matrix.", _OTHER)
             if original is None or original.shape != info.shape:
                 raise self._misfit(f"has another norm {printable(name)}")
+            self._largest(info)
         return norms
 
     def change(self, name: str) -> _Change:
@@ -260,7 +266,7 @@ class _AdapterReader:
         return info
 
     def _largest(self, info: TensorInfo) -> float:
-        """The largest magnitude of a tensor's numbers."""
+        """The largest magnitude of a tensor's numbers, which are finite."""
         name = printable(info.name)
         try:
             floats = _read(info, range(math.prod(info.shape[:-1])))

@@ -13,6 +13,7 @@ from engine.devices.device_name import device_name
 from engine.formats.templates.prompt import PromptEncoder
 from engine.formats.templates.template import ChatTemplate
 from engine.loading import packed_weights_cache
+from engine.loading.adapters import parse_adapters
 from engine.loading.weights import blank_end
 from engine.model.coverage import runs_as_graph_because
 from engine.model.draft_head import NO_CHECKS, NO_HEAD
@@ -35,7 +36,7 @@ def ready_message(
     spec, kv = plan.spec, plan.kv
     experts = spec.experts[0] if counts_experts else None
     return Ready(
-        model=_model_info(plan, prompts.template),
+        model=_model_info(plan, options, prompts.template),
         backend=str(Device.DEFAULT),
         device_name=device_name(str(Device.DEFAULT)),
         context_length=plan.context_length,
@@ -57,7 +58,7 @@ def ready_message(
     )
 
 
-def _model_info(plan: LoadPlan, template: ChatTemplate) -> ModelInfo:
+def _model_info(plan: LoadPlan, options: EngineOptions, template: ChatTemplate) -> ModelInfo:
     file, spec = plan.file, plan.spec
     return ModelInfo(
         name=spec.name,
@@ -69,6 +70,7 @@ def _model_info(plan: LoadPlan, template: ChatTemplate) -> ModelInfo:
         thinks=template.thinks,
         takes_effort=template.takes_effort,
         sees=plan.encoder is not None,
+        adapters=tuple(adapter.name for adapter in parse_adapters(options.lora)),
     )
 
 

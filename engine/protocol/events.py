@@ -171,7 +171,8 @@ Command = Load | Request | Cancel | Shutdown
 class ModelInfo(_Record, frozen=True, kw_only=True):
     """The metadata of a model file. `quantization` is its file type ("Q4_K_M"), else the type that takes most bytes.
     `trained_context` is in tokens. `thinks`: the chat template supports thinking. `takes_effort`: it reads how much.
-    `sees`: an encoder is loaded, so that messages may have pictures."""
+    `sees`: an encoder is loaded, so that messages may have pictures. `adapters`: names of those that change its
+    weights (LoRA), with their scales unless these are 1."""
 
     name: str
     architecture: str
@@ -182,6 +183,12 @@ class ModelInfo(_Record, frozen=True, kw_only=True):
     thinks: bool
     takes_effort: bool = False
     sees: bool = False
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The name, with those of its adapters."""
+        return " + ".join((self.name, *self.adapters))
 
 
 class Loading(_Record, frozen=True, kw_only=True):

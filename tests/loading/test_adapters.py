@@ -107,6 +107,7 @@ def test_all_matrices_of_a_model_are_read(tmp_path, model, monkeypatch):
         ((), {"tensors": {"blk.0.attn_q.weight.lora_a": np.ones((2, 64), np.float32)}}, "has no matrix"),
         ((), {"tensors": {"rope_freqs.weight": np.ones(2, np.float32)}}, "is no matrix"),
         ((), {"tensors": {"output_norm.weight": np.ones(2, np.float32)}}, "has another norm"),
+        ((), {"tensors": {"output_norm.weight": np.full(64, np.nan, np.float32)}}, "are not finite"),
         (("blk.0.attn_q.weight",), {"lengthen": 1}, "has another shape of blk.0.attn_q.weight"),
         (
             (),
@@ -148,4 +149,5 @@ def test_names():
     [first, second, third] = parse_adapters("a.gguf, b.gguf:0.5,/c:d/e.gguf:-2")
     assert (str(first.path), first.scale) == ("a.gguf", 1.0) and second.scale == 0.5
     assert third == Adapter(third.path, -2.0) and str(third.path) == "/c:d/e.gguf"
+    assert [each.name for each in (first, second, third)] == ["a", "b × 0.5", "e × -2"]
     assert parse_adapters("") == []

@@ -6,6 +6,7 @@ import os
 import signal
 
 import pytest
+from msgspec.structs import replace
 
 from app.chat.commands import commands
 from app.chat.history import History
@@ -17,7 +18,7 @@ from engine.protocol.events import EngineOptions, Failed
 from engine.system.invocation import call
 from presets import GUIDE
 from tests import synthetic
-from tests.app.fake_engine import DIED, TOO_LONG, FakeEngine, reply
+from tests.app.fake_engine import DIED, READY, TOO_LONG, FakeEngine, reply
 from tests.generated_model import write
 
 
@@ -343,6 +344,16 @@ async def test_the_conversation_goes_on_with_another_model(models, home, history
     assert engine.prompts() == [[("user", "Hello"), ("assistant", "First."), ("user", "And now?")]]
     assert last_model() == f"{home}/other.gguf"
     assert "On this machine: " in c.out and GUIDE in c.out
+
+
+async def test_a_chat_says_which_adapters_it_began_with(models, history):
+    adapted = replace(READY, model=replace(READY.model, adapters=("style", "short × 0.5")))
+    options = EngineOptions(model_path="first.gguf", lora="/my style.gguf:1,/short.gguf:0.5")
+    c = await models("Hello", engine=FakeEngine(reply("Yes."), start=[adapted]), options=options)
+    assert f"{call('--plain ')}--lora '/my style.gguf,/short.gguf:0.5' --continue goes on" in c.out
+    said = "This chat began with Qwen3 0.6B + style + short × 0.5: --lora FILE names its adapters."
+    assert said in " ".join((await models("/open 1", engine=FakeEngine())).err.split())
+    assert "began with" not in (await models("/open 1", engine=FakeEngine(start=[adapted]))).err
 
 
 async def test_the_context_is_changed_in_a_chat(models, home, history):
