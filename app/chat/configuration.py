@@ -3,24 +3,29 @@
 Each of these overrides those above it, one option at a time:
 
 1. the defaults of `EngineOptions` and `Sampling`
-2. settings.toml
-3. a preset: of --preset, else of settings.toml (which gives way to --backend)
-4. the command line
-5. a preset that is chosen in the chat, in place of 3
+2. the sampling that the model's file suggests
+3. settings.toml
+4. a preset: of --preset, else of settings.toml (which gives way to --backend)
+5. the command line
+6. a preset that is chosen in the chat, in place of 4
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple, Self
 
+import msgspec
 from msgspec.structs import asdict, replace
 
 from app.chat.settings import Settings, check_sampling
 from engine.catalog.encoders import encoder_beside
 from engine.errors import UsageError
+from engine.formats.suggested_sampling import suggested_sampling
 from engine.protocol.events import EngineOptions, Matvec, Ready, Sampling
 from presets.loader import Preset
+from presets.sampling import out_of_range
 from widgets.text import one_line
 
 
@@ -29,6 +34,8 @@ class Configuration(NamedTuple):
     sampling: Sampling
     keep_warm_s: float = 0.0
     """For how long the engine lives on when the program ends, for the next run."""
+    chosen: Mapping[str, Any] = {}
+    """What of the sampling was chosen; the rest is the model's."""
 
     def with_model(
         self, path: Path, mmproj: str | None = None, draft: Path | None = None, lora: str = ""
@@ -36,7 +43,11 @@ class Configuration(NamedTuple):
         """`mmproj`: see `encoder_of`. `draft`: the file of a draft model. `lora`: its adapters."""
         beside = {"mmproj": encoder_of(path, mmproj), "draft": str(draft or ""), "lora": lora}
         engine = replace(self.engine, model_path=str(path), **beside)
-        return self._replace(engine=engine)
+        return self._replace(engine=engine, sampling=self.sampling_of(path))
+
+    def sampling_of(self, path: Path) -> Sampling:
+        """How tokens of a model are drawn."""
+        return replace(suggested(path), **self.chosen)
 
 
 def configure(
@@ -67,12 +78,29 @@ def configure(
         merged |= {name: value for name, value in source.items() if value is not None}
     # What the command line says is for this model, and what settings and presets say for all.
     merged["context_at_most"] = merged.get("context_length") != command_line.get("context_length")
-    engine, sampling = (
+    engine, chosen = (
         {name: merged[name] for name in kind.__struct_fields__ if name in merged}
         for kind in (EngineOptions, Sampling)
     )
-    check_sampling(chosen := Sampling(**sampling))
-    return Configuration(EngineOptions(model_path=model_path, **engine), chosen)
+    check_sampling(sampling := replace(suggested(Path(model_path)), **chosen))
+    return Configuration(EngineOptions(model_path=model_path, **engine), sampling, chosen=chosen)
+
+
+def suggested(path: Path) -> Sampling:
+    """`Sampling` as the file of a model suggests it, unless that is out of range."""
+    of_file = suggested_sampling(path)
+    with suppress(msgspec.ValidationError):
+        sampling = msgspec.convert(of_file, Sampling, strict=False)
+        if not out_of_range(sampling):
+            return sampling
+    return Sampling()
+
+
+def sampling_with_other_model(sampling: Sampling, old: Path, new: Path) -> Sampling:
+    """The sampling for another model: what is as the old file suggests becomes what the new one suggests."""
+    before, after = suggested(old), suggested(new)
+    same = (name for name, value in asdict(before).items() if getattr(sampling, name) == value)
+    return replace(sampling, **{name: getattr(after, name) for name in same})
 
 
 def encoder_of(model: Path, asked: str | None = None) -> str:

@@ -18,14 +18,17 @@ from engine.formats.kv_format import KVFormat
 from engine.protocol.events import ContextLength, Sampling, Speculate
 from engine.system.whole_file import read_file, read_text, write_whole
 from presets import GUIDE, guide_path
-from presets.sampling import out_of_range
+from presets.sampling import PresetSampling, out_of_range
 
 MOST_FLAWS = 20
 """Sentences about one file. What is behind them is not looked at: each key takes time."""
 
 
-class SamplingSettings(Sampling, frozen=True, kw_only=True, tag="Sampling", forbid_unknown_fields=True):
-    """The table [sampling]: `Sampling`, but an unknown key is an error."""
+class SamplingSettings(PresetSampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The table [sampling]: the fields of `Sampling`; None leaves an option to the model's file."""
+
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -132,7 +135,7 @@ def _check(settings: Settings) -> None:
             raise UsageError(f"The name of a server has small letters, digits, _ and -, not {name!r}.")
 
 
-def check_sampling(sampling: Sampling) -> None:
+def check_sampling(sampling: Sampling | PresetSampling) -> None:
     """Raises UsageError, which names the option and its range, for a value out of its range."""
     if flaw := out_of_range(sampling):
         raise UsageError(f"{flaw}.")

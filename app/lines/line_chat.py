@@ -25,7 +25,7 @@ from app.chat.commands import (
     set_think,
     split,
 )
-from app.chat.configuration import adapters_option, without_effect
+from app.chat.configuration import adapters_option, sampling_with_other_model, without_effect
 from app.chat.conversation import require_chat
 from app.chat.export import to_markdown, write_named
 from app.chat.failures import is_about_model
@@ -383,8 +383,13 @@ class LineChat(View):
         async def give_up() -> None:
             self.session.cancel_switch()
 
+        def adopt() -> None:
+            paths = Path(models.options.model_path), Path(options.model_path)
+            self.session.sampling = sampling_with_other_model(self.session.sampling, *paths)
+            models.adopt(options)
+
         self._print(f"Starting {name}.")
-        self.session.switch(engine, name, lambda: models.adopt(options))
+        self.session.switch(engine, name, adopt)
         await run_until_signal(self._finish_tasks(), signal.SIGINT, stop=give_up)
 
     async def do_mcp(self, argument: str) -> None:

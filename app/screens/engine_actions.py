@@ -13,6 +13,7 @@ from textual import work
 from textual.app import App
 from textual.screen import Screen
 
+from app.chat.configuration import sampling_with_other_model
 from app.chat.session import Session
 from app.chat.settings import remember_model
 from app.comparison.comparison_engine import ComparisonEngine
@@ -126,6 +127,7 @@ class EngineActions(App[None]):
         engine, options = setup.with_model(path)
 
         def adopt() -> None:
+            self.session.sampling = sampling_with_other_model(self.session.sampling, setup.model_path, path)
             setup.adopt(setup.name, options)
             remember_model(str(path) if isinstance(model.source, Path) else model.name)
             self.dashboard.show_preset()

@@ -70,7 +70,7 @@ class EngineSetup:
         if problem := self.problem(preset):
             raise UsageError(f"{name} does not work here: {problem}.")
         path, given = self.options.model_path, self.command_line
-        options, sampling, _ = configure(path, self._settings, preset, given, chosen_in_chat=True)
+        options, sampling, *_ = configure(path, self._settings, preset, given, chosen_in_chat=True)
         at_most = options.context_at_most or self.options.context_at_most  # of another model by now
         beside = {name: getattr(self.options, name) for name in ("mmproj", "draft", "lora")}
         options = replace(options, context_at_most=at_most, **beside)

@@ -124,7 +124,7 @@ def _service(
         engine,
         model=name,
         file=file,
-        sampling=configuration.sampling,
+        sampling=configuration.sampling_of(path),
         think=not args.no_think,
         parallel=args.parallel,
         max_waiting=args.queue,

@@ -43,7 +43,7 @@ def test_a_preset_becomes_options(own):
     )
     preset = loader.find_preset("mine")
     own_settings = Settings(context=4096, sampling=SamplingSettings(seed=7))
-    engine, sampling, _ = configure("m.gguf", own_settings, preset)
+    engine, sampling, *_ = configure("m.gguf", own_settings, preset)
     assert engine == EngineOptions(
         model_path="m.gguf", backend="CUDA", kernels="graph", search_width=3, context_length=512,
         context_at_most=True, matvec=Matvec(threads_per_row=16), prefix_cache_bytes=None,

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import gguf
 import pytest
 from msgspec.structs import replace
 
-from app.chat.configuration import configure, with_other_model, without_effect
+from app.chat.configuration import configure, sampling_with_other_model, with_other_model, without_effect
 from app.chat.settings import SamplingSettings, Settings
 from engine.errors import UsageError
 from engine.formats.kv_format import KVFormat
@@ -33,13 +34,38 @@ def test_what_was_named_beside_a_model_stays_with_it_alone():
     assert (other.model_path, other.lora, other.draft) == ("/other.gguf", "", "")
 
 
+def test_what_nobody_chose_of_sampling_is_the_models(tmp_path):
+    def model(name, **suggested):
+        writer = gguf.GGUFWriter(tmp_path / name, "llama")
+        writer.add_array("general.languages", ["en", "de"])
+        for key, value in suggested.items():
+            add = writer.add_float32 if isinstance(value, float) else writer.add_int32
+            add(f"general.sampling.{key}", value)
+        writer.add_string("tokenizer.ggml.model", "gpt2")
+        for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.close):
+            write()
+        return tmp_path / name
+
+    thinking, other = model("a", temp=0.5, top_k=20, penalty_repeat=1.25), model("b", temp=1.0, min_p=0.0)
+    assert configure(str(thinking)).sampling == Sampling(temperature=0.5, top_k=20, repeat_penalty=1.25)
+    chosen = configure("", Settings(sampling=SamplingSettings(temperature=0.7)))
+    assert chosen.with_model(thinking).sampling == Sampling(top_k=20, repeat_penalty=1.25)
+    now = Sampling(temperature=0.5, top_k=5, repeat_penalty=1.25)
+    assert sampling_with_other_model(now, thinking, other) == Sampling(temperature=1.0, top_k=5, min_p=0.0)
+    assert configure(str(model("c", temp=-1.0, top_k=20))).sampling == Sampling()
+    cut = tmp_path / "cut"
+    for n in range(0, 200, 7):
+        cut.write_bytes(thinking.read_bytes()[:n])
+        assert configure(str(cut)).sampling.temperature in (0.5, 0.7)
+
+
 def test_nothing_is_asked_for():
     options = EngineOptions(model_path="m", backend="auto", prefix_cache_bytes=None)
-    assert configure("m") == (options, Sampling(), 0.0)
+    assert configure("m")[:3] == (options, Sampling(), 0.0)
 
 
 def test_the_command_line_overrides_the_preset_and_that_the_settings():
-    engine, sampling, _ = configure("m", SETTINGS, PRESET, COMMAND_LINE)
+    engine, sampling, *_ = configure("m", SETTINGS, PRESET, COMMAND_LINE)
     assert engine == EngineOptions(
         prefix_cache_bytes=10**9,
         model_path="m",
@@ -52,7 +78,7 @@ def test_the_command_line_overrides_the_preset_and_that_the_settings():
 
 
 def test_a_preset_that_is_chosen_in_the_chat_overrides_the_command_line():
-    engine, sampling, _ = configure("m", SETTINGS, PRESET, COMMAND_LINE, chosen_in_chat=True)
+    engine, sampling, *_ = configure("m", SETTINGS, PRESET, COMMAND_LINE, chosen_in_chat=True)
     assert engine == EngineOptions(
         prefix_cache_bytes=10**9,
         model_path="m",
@@ -63,7 +89,7 @@ def test_a_preset_that_is_chosen_in_the_chat_overrides_the_command_line():
         keep_packed=True,
     )
     assert sampling == Sampling(seed=1, top_k=2, temperature=2)
-    engine, sampling, _ = configure("m", SETTINGS, parse('title = "x"'), COMMAND_LINE, chosen_in_chat=True)
+    engine, sampling, *_ = configure("m", SETTINGS, parse('title = "x"'), COMMAND_LINE, chosen_in_chat=True)
     assert (engine.context_length, sampling.temperature) == (3000, 3), "which this preset leaves open"
 
 

