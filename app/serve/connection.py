@@ -22,6 +22,7 @@ class Connection(H11Protocol):
     that is closed whose client has let the server wait longest: so nobody keeps others out with connections on which
     nothing comes."""
 
+    most: ClassVar[int] = MOST_CONNECTIONS
     _silent: ClassVar[dict["Connection", None]] = {}
     """The connections whose clients have to send something, in the order in which they began to wait."""
     _due: asyncio.TimerHandle | None = None
@@ -32,7 +33,7 @@ class Connection(H11Protocol):
         self._lingering = _Lingering(transport, self._drop_rest)
         super().connection_made(self._lingering)  # type: ignore[arg-type]
         self._sort()
-        if len(self.connections) > MOST_CONNECTIONS:
+        if len(self.connections) > self.most:
             next((c for c in self._silent if not c.transport.is_closing()), self).transport.abort()
         self._watch()
 

@@ -1,6 +1,7 @@
 """Runs the server: the socket, the start of the engine beside it, and an orderly end."""
 
 import asyncio
+import errno
 import gc
 import logging
 import resource
@@ -86,6 +87,7 @@ class Server:
         )
         # It warns of clients that go while several tokens are sent to them: nobody has to do anything about that.
         logging.getLogger("asyncio").setLevel(logging.ERROR)
+        logging.getLogger("asyncio").addFilter(_is_no_lack_of_files)
         # This one warns of each client that sends nonsense.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         self._http = _HttpServer(config)
@@ -96,7 +98,7 @@ class Server:
 
         The first signal lets answers end for DRAIN_S; then, or at the second signal, they are ended."""
         leave_threads()
-        _allow_descriptors()
+        Connection.most = _connections()
         keep_small()
         gc.freeze()  # what is there stays: garbage collections look at what requests make, and so come in time
         sys.setswitchinterval(SWITCH_S)
@@ -145,12 +147,21 @@ class Server:
         )
 
 
-def _allow_descriptors() -> None:
-    """Raises the limit of open files, commonly 1,024, so that connections do not use them up."""
+def _connections() -> int:
+    """How many connections there may be. Raises the limit of open files, commonly 1,024, so that they do not use them
+    up; where the system allows no more, there are fewer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(2 * MOST_CONNECTIONS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, soft // 2)
+
+
+def _is_no_lack_of_files(record: logging.LogRecord) -> bool:
+    """asyncio tells each second, with a traceback, that connections wait for the end of others."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE))
 
 
 class _HttpServer(uvicorn.Server):

@@ -334,7 +334,8 @@ async def test_a_path_may_be_a_whole_address(model_file):
 async def test_of_connections_beyond_a_limit_the_one_is_closed_that_was_silent_longest(
     model_file, monkeypatch
 ):
-    monkeypatch.setattr(connection_module, "MOST_CONNECTIONS", 2)
+    """Where few files may be open, that is a limit of connections, too."""
+    monkeypatch.setattr(server_module.resource, "getrlimit", lambda _: (5, 5))
     async with running(FakeEngine(), model_file) as (address, _, _, _), asyncio.timeout(LIMIT_S):
         opened = [await asyncio.open_connection("127.0.0.1", int(address.split(":")[-1])) for _ in range(2)]
         for i in (0, 1, 0):  # the second one has the latest answer but one
