@@ -164,6 +164,24 @@ class Endpoints:
 
         return endpoint
 
+    def changing(self, kind: type[B], change: Callable[[B, Conversations, str, Request], Json]) -> Endpoint:
+        """What answers requests that change what the server remembers. Their bodies may be empty."""
+
+        async def endpoint(request: Request) -> Response:
+            data, owner = await read_body(request), _owner(request)
+            n_bytes = len(data) + self._conversations.size_bytes(request.path_params.get("id", ""), owner)
+            request.scope[HOLDS](n_bytes)
+
+            def made() -> Response:
+                return json_response(
+                    change(decoded(data or b"{}", kind), self._conversations, owner, request)
+                )
+
+            work = self._long_work.run(request.scope[CLIENT], n_bytes, made)
+            return await while_connected(request.receive, work)
+
+        return endpoint
+
     async def forget_response(self, request: Request) -> Response:
         await self._forget(request)
         return json_response({"id": request.path_params["id"], "object": "response", "deleted": True})

@@ -14,6 +14,7 @@ from app.serve.protocols import embeddings, gemini, kobold, ollama, tgi
 from app.serve.protocols.anthropic import CountBody, MessagesBody
 from app.serve.protocols.chat import ChatBody
 from app.serve.protocols.completions import TextBody
+from app.serve.protocols.conversations import ConversationBody
 from app.serve.protocols.interactions import InteractionBody
 from app.serve.protocols.llama import CompletionBody, InfillBody
 from app.serve.protocols.lm_studio_chat import LmChatBody
@@ -47,6 +48,9 @@ _OF_GEMINI: dict[str, type[Any]] = {
 }
 BODIES: dict[str, type[Any]] = {
     **{f"/v1{path}": body for path, body in _WITH_V1.items()},
+    "/v1/conversations": ConversationBody,
+    "/v1/conversations/{id}": ConversationBody,
+    "/v1/conversations/{id}/items": ConversationBody,
     "/api/chat": ollama.OllamaChatBody,
     "/api/generate": ollama.OllamaGenerateBody,
     "/api/show": ollama.ShowBody,
@@ -65,6 +69,7 @@ _READ = {
     "/v1/models/{model}": ("get",),
     "/v1/responses/{id}": ("get", "delete"),
     "/v1/responses/{id}/input_items": ("get",),
+    "/v1/conversations/{id}/items/{item}": ("get", "delete"),
     "/v1beta/models": ("get",),
     "/v1beta/models/{model}": ("get",),
     "/v1beta/interactions/{id}": ("get", "delete"),

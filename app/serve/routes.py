@@ -5,6 +5,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -25,6 +26,7 @@ from app.serve.protocols import (
     anthropic,
     chat,
     completions,
+    conversations,
     elsewhere,
     embeddings,
     gemini,
@@ -114,6 +116,7 @@ def _with_and_without_v1(endpoints: Endpoints) -> list[Entry]:
         ("DELETE", "/responses/{id}", endpoints.forget_response),
         ("GET", "/responses/{id}/input_items", endpoints.recalling(responses.input_items)),
         ("POST", "/responses/{id}/cancel", endpoints.cancel_response),
+        *_of_conversations(endpoints),
         ("POST", "/embeddings", endpoints.completing(embeddings.EmbeddingsBody, embeddings.openai_asked)),
         ("POST", "/embedding", endpoints.completing(embeddings.EmbeddingsBody, embeddings.llama_asked)),
         ("POST", "/rerank", endpoints.completing(embeddings.RerankBody, embeddings.rerank_asked, True)),
@@ -132,6 +135,20 @@ def _with_and_without_v1(endpoints: Endpoints) -> list[Entry]:
         ("GET", "/info", endpoints.telling(tgi.info)),
         ("POST", "/embed", endpoints.completing(tgi.EmbedBody, tgi.embed_asked)),
         ("POST", "/chat/completions/input_tokens", endpoints.computing(chat.ChatBody, llama_state.counted)),
+    ]
+
+
+def _of_conversations(endpoints: Endpoints) -> list[Entry]:
+    changing, one = partial(endpoints.changing, conversations.ConversationBody), "/conversations/{id}"
+    return [
+        ("POST", "/conversations", changing(conversations.created)),
+        ("GET", one, endpoints.recalling(conversations.shown)),
+        ("POST", one, changing(conversations.renamed)),
+        ("DELETE", one, changing(conversations.deleted)),
+        ("GET", f"{one}/items", endpoints.recalling(conversations.items)),
+        ("POST", f"{one}/items", changing(conversations.added)),
+        ("GET", f"{one}/items/{{item}}", endpoints.recalling(conversations.item)),
+        ("DELETE", f"{one}/items/{{item}}", changing(conversations.shortened)),
     ]
 
 

@@ -21,7 +21,6 @@ _SENTENCES = {
     "assistants": "This server has no assistants: use chat completions or responses.",
     "threads": "This server has no assistants: use chat completions or responses.",
     "vector_stores": "This server keeps no vectors: /v1/embeddings makes them.",
-    "conversations": "This server keeps no conversations but by previous_response_id.",
     "evals": "This server has no evaluations.",
     "containers": "This server runs no code.",
     "chat": "This server keeps no completed chats: send the messages again.",

@@ -91,7 +91,7 @@ def asked(body: InteractionBody, service: Service, kept: Conversations, owner: s
         text=_format(body),
         reasoning=Reasoning(effort=config.thinking_level),
     )
-    made, _, items = as_chat(response, kept, owner)
+    made, _, items, _ = as_chat(response, kept, owner)
     made.seed, made.stop = config.seed, config.stop_sequences
     request, tools = chat.chat_request(made, service)
     shows_thoughts = config.thinking_summaries == "auto"

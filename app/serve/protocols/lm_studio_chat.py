@@ -70,7 +70,7 @@ def asked(body: LmChatBody, service: Service, kept: Conversations, owner: str) -
         top_p=body.top_p,
         reasoning=Reasoning(effort=effort),
     )
-    made, _, items = as_chat(response, kept, owner)
+    made, _, items, _ = as_chat(response, kept, owner)
     made.top_k, made.min_p, made.repeat_penalty = body.top_k, body.min_p, body.repeat_penalty
     request, _ = chat.chat_request(made, service)
     reply = LmChatReply(service.model)

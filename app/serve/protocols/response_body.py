@@ -26,6 +26,10 @@ class ResponseToolChoice(msgspec.Struct):
     tools: list[dict[str, Any]] | None = None
 
 
+class ConversationName(msgspec.Struct):
+    id: str
+
+
 class ResponsesBody(msgspec.Struct, kw_only=True):
     input: str | list[dict[str, Any]] | None = None
     model: str | None = None
@@ -50,7 +54,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     background: bool | None = None
-    conversation: Any = None
+    conversation: str | ConversationName | None = None
     prompt: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -65,8 +69,12 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
 
     @property
     def earlier_id(self) -> str | None:
-        """The id of the response that it goes on with."""
-        return self.previous_response_id
+        """The id of the response or the conversation that it goes on with."""
+        return self.previous_response_id or self.conversation_id
+
+    @property
+    def conversation_id(self) -> str | None:
+        return self.conversation.id if isinstance(self.conversation, ConversationName) else self.conversation
 
     @property
     def named_ids(self) -> list[str]:

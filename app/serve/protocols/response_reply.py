@@ -105,6 +105,7 @@ class ResponseReply(Reply):
             "output": list(self.output),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
+            "conversation": {"id": id} if (id := body.conversation_id) else None,
             "reasoning": {
                 "effort": body.reasoning.effort if body.reasoning else None,
                 "summary": self._summary,

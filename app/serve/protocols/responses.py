@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
+from starlette.requests import Request
 
 from app.serve.bodies import MAX_BODY_BYTES
 from app.serve.errors import ApiError, wrong
@@ -22,8 +23,10 @@ from app.serve.protocols.common.conversation import (
     ChatMessage,
     CustomInput,
     Part,
+    conversation,
 )
 from app.serve.protocols.common.formats import JsonSchema, ResponseFormat
+from app.serve.protocols.common.items import go_on, in_parts, page
 from app.serve.protocols.common.json_values import converted
 from app.serve.protocols.common.pictures import NOTHING_ELSE, PICTURES
 from app.serve.protocols.common.remembered import Conversations, Remembered
@@ -47,30 +50,39 @@ from app.serve.service import Service
 
 def asked(body: ResponsesBody, service: Service, kept: Conversations, owner: str) -> Asked:
     """May take as long as the text is. Raises ApiError."""
-    made, spaces, items = as_chat(body, kept, owner)
+    made, spaces, items, new = as_chat(body, kept, owner)
     if compaction.is_asked(items):
         summary, note = compaction.summary_request(made, service)
         short = compaction.Compaction(body, service.model, service.file.tokenizer, Tools())
-        if body.is_stored:
-            before = items[:-1]
-            short.keep = lambda: kept.keep(
-                short.id, Remembered(owner, [*before, *short.output], len(before), short.whole())
-            )
+        short.keep = lambda: _keep(short, body, kept, owner, items[:-1], new[:-1])
         return Asked([summary], short, bool(body.stream), asker=body.asker, note=note)
     shortened = shorten(made, service) if body.truncation == "auto" else ""
     request, tools = chat.chat_request(made, service)
     reply = ResponseReply(body, service.model, service.file.tokenizer, tools, spaces)
-    if body.is_stored:
-        reply.keep = lambda: kept.keep(
-            reply.id, Remembered(owner, [*items, *reply.output], len(items), reply.whole()), reply.output
-        )
+    reply.keep = lambda: _keep(reply, body, kept, owner, items, new)
     one_call, note = body.parallel_tool_calls is False, "; ".join(filter(None, (tools.note, shortened)))
     return Asked([request], reply, bool(body.stream), asker=body.asker, note=note, one_call=one_call)
 
 
+def _keep(
+    reply: ResponseReply,
+    body: ResponsesBody,
+    kept: Conversations,
+    owner: str,
+    items: Sequence[Json],
+    new: Sequence[Json],
+) -> None:
+    """`items` are all that it was asked with, of which the `new` ones came with the request."""
+    if body.is_stored:
+        remembered = Remembered(owner, [*items, *reply.output], len(items), reply.whole())
+        kept.keep(reply.id, remembered, reply.output)
+    if id := body.conversation_id:
+        go_on(id, kept, owner, [*new, *reply.output])
+
+
 def compacted(body: ResponsesBody, service: Service, kept: Conversations, owner: str) -> Asked:
     """A summary of the conversation. May take as long as the text is. Raises ApiError."""
-    made, _, items = as_chat(body, kept, owner)
+    made, _, items, _ = as_chat(body, kept, owner)
     summary, note = compaction.summary_request(made, service)
     reply = compaction.Compaction(body, service.model, service.file.tokenizer, Tools(), repeats=items)
     reply.context = lambda: service.context_length
@@ -83,7 +95,7 @@ def counted(body: ResponsesBody, service: Service, kept: Conversations, owner: s
     return {"object": "response.input_tokens", "input_tokens": n}
 
 
-def remembered(known: Remembered, _: object) -> Json:
+def remembered(known: Remembered, _: Request) -> Json:
     """Raises ApiError for what is no response."""
     if known.response.get("object") != "response":
         raise ApiError(
@@ -92,37 +104,34 @@ def remembered(known: Remembered, _: object) -> Json:
     return known.response
 
 
-def input_items(known: Remembered, _: object) -> Json:
-    """What a response was asked with, the last item first."""
-    data = [
-        {"id": f"item_{i}", "type": "message"} | _in_parts(item)
-        for i, item in enumerate(known.items[: known.given])
-    ][::-1]
-    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
-    return {"object": "list", "data": data, "has_more": False} | ends
+def input_items(known: Remembered, request: Request) -> Json:
+    """A page of what a response was asked with, the last item first. Raises ApiError."""
+    remembered(known, request)
+    items = known.items[: known.given]
+    whole = [{"id": f"item_{i}", "type": "message"} | in_parts(item) for i, item in enumerate(items)]
+    return page(whole, request.query_params)
 
 
-def _in_parts(item: dict[str, Any]) -> dict[str, Any]:
-    """An item as OpenAI gives it back: the text of a message is a list of parts."""
-    if not isinstance(text := item.get("content"), str):
-        return item
-    kind = "output_text" if item.get("role") == "assistant" else "input_text"
-    return item | {"content": [{"type": kind, "text": text}]}
+def check(items: Sequence[Json]) -> None:
+    """Raises ApiError for items that no request may have."""
+    conversation(_Messages().of(items, 0))
 
 
 def as_chat(
     body: ResponsesBody, kept: Conversations, owner: str
-) -> tuple[chat.ChatBody, Spaces, list[dict[str, Any]]]:
-    """The request as a chat, and all of its items, with those before. Raises ApiError."""
-    for name in ("background", "conversation", "prompt"):
+) -> tuple[chat.ChatBody, Spaces, list[dict[str, Any]], list[dict[str, Any]]]:
+    """The request as a chat, all of its items, with those before, and those that came with it. Raises ApiError."""
+    for name in ("background", "prompt"):
         if getattr(body, name):
             raise wrong(f"{name} is not supported.", name)
-    if body.input is None and body.previous_response_id is None:
+    if body.previous_response_id and body.conversation_id:
+        raise wrong("A request goes on with a response or a conversation, not with both.", "conversation")
+    if body.input is None and body.earlier_id is None:
         raise wrong("There is no input.", "input")
     given = body.input if isinstance(body.input, list) else [{"role": "user", "content": body.input}]
     if body.input is None:
         given = []
-    before = kept.get(body.previous_response_id, owner).items if body.previous_response_id else []
+    before = kept.get(body.earlier_id, owner).items if body.earlier_id else []
     if sum(kept.item_bytes(id, owner) for id in body.named_ids) > MAX_BODY_BYTES:
         raise ApiError(
             413, f"The items that input names have more than {MAX_BODY_BYTES >> 20} MiB.", param="input"
@@ -146,7 +155,7 @@ def as_chat(
     made.chat_template_kwargs = body.chat_template_kwargs
     if text and (format := text.format):
         made.response_format = ResponseFormat(format.type, JsonSchema(format.schema, format.strict))
-    return made, spaces, items
+    return made, spaces, items, given
 
 
 def _named_item(

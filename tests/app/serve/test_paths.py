@@ -35,7 +35,6 @@ async def test_slashes_around_a_path_change_nothing(served):
         ("/v1/audio/transcriptions", "no sound"),
         ("/v1/images/generations", "no pictures"),
         ("/batches/batch_1", "no batches"),
-        ("/v1/conversations", "previous_response_id"),
         ("/v1/chat/completions/chatcmpl-1", "keeps no completed chats"),
     ],
 )

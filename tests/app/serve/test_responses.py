@@ -184,12 +184,10 @@ async def test_what_a_response_was_made_of(served):
     assert 0 < counts[0] < counts[1]
 
 
-@pytest.mark.parametrize("param", ["background", "conversation", "prompt", "input"])
+@pytest.mark.parametrize("param", ["background", "prompt", "input"])
 async def test_what_cannot_be_done_is_refused(served, param):
     client, _ = served()
     body = {} if param == "input" else {"input": "Hi", param: {"id": "x"} if param == "prompt" else True}
-    if param == "conversation":
-        body[param] = "conv_1"
     response = await client.post(PATH, json=body)
     assert response.status_code == 400 and error(response)["param"] == param
 

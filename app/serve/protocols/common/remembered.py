@@ -1,9 +1,10 @@
-"""Responses that the server remembers, so that the next request may go on with one."""
+"""Responses and conversations that the server remembers, so that the next request may go on with one."""
 
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,27 +41,41 @@ class Conversations:
     def __init__(self, max_bytes: int = MAX_BYTES, max_responses: int = MAX_RESPONSES) -> None:
         self._responses = _Recent(max_bytes, max_responses)
         self._items = _Recent(max_bytes, MAX_ITEMS)
+        self._changing = threading.Lock()
 
     def keep(self, id: str, remembered: Remembered, output: Sequence[dict[str, Any]] = ()) -> None:
         """`output`: the items that may be named."""
+        with suppress(ApiError):
+            self.keep_whole(id, remembered)
+            for item in output:
+                self._items.keep(item["id"], msgspec.json.encode(item), remembered.owner)
+
+    def keep_whole(self, id: str, remembered: Remembered) -> None:
+        """Raises ApiError for more than is kept."""
         data = msgspec.json.encode((remembered.items, remembered.given, remembered.response))
         if is_too_much(data):
-            return
+            raise ApiError(413, "The conversation is longer than a request may be.", param="items")
         self._responses.keep(id, data, remembered.owner)
-        for item in output:
-            self._items.keep(item["id"], msgspec.json.encode(item), remembered.owner)
+
+    def change(self, id: str, owner: str, change: Callable[[Remembered], Remembered]) -> Remembered:
+        """Keeps what `change` makes of what `get` returns; one at a time, so that none is lost. Raises ApiError as
+        `get`, and for more than is kept: then it stays as it was."""
+        with self._changing:
+            changed = change(self.get(id, owner))
+            self.keep_whole(id, changed)
+        return changed
 
     def get(self, id: str, owner: str) -> Remembered:
         """Raises ApiError if it is not remembered, or another's."""
         data = self._responses.get(id, owner)
         if data is None:
-            raise _forgotten()
+            raise _forgotten(id)
         return Remembered(owner, *msgspec.json.decode(data))
 
     def check(self, id: str, owner: str) -> None:
         """Raises what `get` raises."""
         if not self._responses.size_bytes(id, owner):
-            raise _forgotten()
+            raise _forgotten(id)
 
     def size_bytes(self, id: str, owner: str) -> int:
         """The size of what `get` returns, as JSON; 0 if it would raise."""
@@ -89,7 +104,11 @@ class Conversations:
         self._responses.forget(id)
 
 
-def _forgotten() -> ApiError:
+def _forgotten(id: str) -> ApiError:
+    if id.startswith("conv_"):
+        return ApiError(
+            404, "The server does not know this conversation, or has forgotten it.", param="conversation"
+        )
     message = "The server does not know this response, or has forgotten it: send the whole conversation."
     return ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
 
