@@ -30,6 +30,7 @@ from engine.formats.templates.prompt_pictures import (
     with_marks,
     with_texts,
 )
+from engine.formats.templates.simple_calls import one_by_one, with_short_ids
 from engine.formats.templates.template_renderer import Broken, Refused, TemplateRenderer
 from engine.formats.thinking import HARMONY, MUSE, THINK, ThinkMarks, marks_of
 from engine.formats.tokens.tokenizer import Tokenizer
@@ -140,9 +141,9 @@ class ChatTemplate:
 
         If the template refuses the conversation, it gets a simpler one: turns of the same role joined, system texts in
         user turns but for those at the beginning. If it refuses this too, or leaves out system texts, all of them are
-        in user turns. If it does not work at all, the template of the model's family is used, unless there are tools.
-        Raises TemplateError if the template refuses the simpler one too, or takes too much time or memory. `most` and
-        what it raises: see `Tokenizer.encode_segments`.
+        in user turns. Calls get other ids then, and come one by one (`simple_calls`). If it does not work at all, the
+        template of the model's family is used, unless there are tools. Raises TemplateError if the template refuses the
+        simpler one too, or takes too much time or memory. `most` and what it raises: see `Tokenizer.encode_segments`.
         """
         if not messages:
             raise TemplateError("There is nothing to answer.", "Write a message first.")
@@ -257,14 +258,16 @@ class ChatTemplate:
         """`in_parts`: messages with pictures are lists of their parts, for templates that know pictures, or all are."""
         renderer = self._for_tools if variables["tools"] else self._renderer
 
-        def render(messages: Sequence[Message], renderer: TemplateRenderer = renderer) -> str:
+        def render(messages: Sequence[Message], renderer: TemplateRenderer = renderer, **more: Any) -> str:
             asked = [self._with_calls(m, self._variables(m, disguise, in_parts), disguise) for m in messages]
-            return renderer.render(variables | {"messages": asked})
+            return renderer.render(variables | {"messages": asked} | more)
 
         is_left_out = messages[0].role == "system" and renderer is self._renderer and self._leaves_out_system
         forms, refused = [_simplified(messages)], ""
         if not is_left_out:
             forms = [[*messages], _simplified(messages, keeps_system=True), *forms]
+        short = [with_short_ids(form) for form in forms]
+        forms += [*short, *map(one_by_one, short)]
         try:
             for i, form in enumerate(forms):
                 if form in forms[:i]:
@@ -278,6 +281,9 @@ class ChatTemplate:
                 "Start a new chat, or use a model that supports this one.",
             )
         except Broken as broken:
+            if variables["tools"] is None:  # one that is for conversations with tools
+                with suppress(Broken, Refused):
+                    return render(messages, tools=())
             reason = printable(str(broken))
             if variables["tools"] or any(message.tool_calls for message in messages):
                 raise TemplateError(
