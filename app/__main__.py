@@ -1,7 +1,16 @@
-"""`python -m app` is `orin-chat`."""
+"""`orin-chat`, and `python -m app`.
 
+Ctrl+C ends the program silently from the first line on: while the modules of `app.main` are imported nobody could catch
+a KeyboardInterrupt, so the signal itself ends the process (shells call that 130). `main` makes it an exception again.
+"""
+
+import signal
 import sys
 
-from app.main import main
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-sys.exit(main())
+from app.main import main  # noqa: E402 (see above)
+
+if __name__ == "__main__":
+    sys.exit(main())

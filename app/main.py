@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _exit_code(arguments: list[str]) -> int:
     try:
         try:
+            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # app/__main__ says why
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             return _run(arguments)
         finally:
             gc.enable()

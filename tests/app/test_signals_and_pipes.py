@@ -70,6 +70,20 @@ def test_ctrl_c_between_two_prompts_from_a_pipe_stops_no_reply(model):
     assert process.returncode == 0
 
 
+def test_ctrl_c_while_the_program_imports_its_modules_ends_it_silently():
+    code = """
+import os, signal, sys
+class Interrupted:
+    def find_spec(self, name, path, target=None):
+        if name == "app.main":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupted())
+import app.__main__
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE)
+    assert (run.returncode, run.stderr) == (-signal.SIGINT, b"")
+
+
 def test_a_signal_while_the_model_loads(model):
     process = start(model, {"until": "/nowhere"}, "--json", "why?")
     assert json.loads(process.stdout.readline())["event"] == "loading"
