@@ -12,7 +12,7 @@ from app.cli import options
 from app.cli.download import fetch, write_json
 from app.cli.model_words import UNKNOWN, as_json, encoder_text, meant
 from engine.catalog import cache
-from engine.catalog.names import draft_for
+from engine.catalog.names import draft_for, known_models
 from engine.errors import ModelFileError, UsageError
 from engine.loading import packed_weights_cache
 from engine.system.invocation import call
@@ -58,8 +58,27 @@ def list_models(args: Namespace, aliases: Mapping[str, str]) -> None:
     for entry in local:
         if entry.problem:
             print(one_line(f"{entry.name} cannot be used: {entry.problem}"))
-    print(f"\nNot here, but known: {', '.join(entry.name for entry in not_here(local, aliases))}.")
-    print(f"{call('pull NAME')} downloads one; so does hf.co/user/repository[:Q4_K_M].")
+    print(f"\nNot here, but known ({call('pull NAME')} downloads one, also hf.co/user/repository:Q4_K_M):")
+    answering_nothing = {model.name for model in known_models() if not model.chats}
+    names = [entry.name for entry in not_here(local, aliases)]
+    families = list(dict.fromkeys(name.partition(":")[0] for name in names))
+    names.sort(key=lambda name: families.index(name.partition(":")[0]))
+    _print_in_columns([name for name in names if name not in answering_nothing])
+    if embedding := [name for name in names if name in answering_nothing]:
+        print(f"\nFor embeddings and ranking, with {call('serve')}:")
+        _print_in_columns(embedding)
+
+
+def _print_in_columns(names: Sequence[str]) -> None:
+    """As many columns as the terminal has room for, to be read from top to bottom."""
+    from rich.columns import Columns
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    with console.capture() as printed:
+        console.print(Columns([one_line(name) for name in names], (0, 2), column_first=True))
+    for line in printed.get().splitlines():
+        print(line.rstrip())
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
@@ -72,7 +91,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
         f"{entry.context_length:,}" if entry.context_length else UNKNOWN,
         ago(entry.record.used_at) if entry.record else UNKNOWN,
         f"{entry.tokens_per_s:.1f} tok/s" if entry.tokens_per_s else UNKNOWN,
-        f"~{path.removeprefix(home)}" if path.startswith(f"{home}/") else path,
+        "" if path == entry.name else f"~{path.removeprefix(home)}" if path.startswith(f"{home}/") else path,
     )
     return tuple(one_line(cell) for cell in cells)
 

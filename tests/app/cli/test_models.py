@@ -132,10 +132,12 @@ def test_names_from_the_hub_cannot_reach_the_terminal(run, hub):
 
 def test_at_first_the_built_in_model_is_here(run):
     code, out, _ = run("models")
-    _, guide, nothing, known, *_ = out.splitlines()
+    _, guide, nothing, known, first, *_ = out.splitlines()
     assert code == 0
     assert guide.startswith(f"{GUIDE}  ") and "  Q8_0  " in guide and nothing == ""
-    assert known.startswith("Not here, but known: llama3.2:1b, ")
+    assert known.startswith("Not here, but known (") and first.startswith("llama3.2:1b  ")
+    assert max(map(len, out.partition(known)[2].splitlines())) <= 80
+    assert {model.name for model in known_models()} <= set(out.split())
 
 
 def test_the_built_in_model_stays(run):
