@@ -10,7 +10,7 @@ import sys
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from app.main import main  # noqa: E402 (see above)
+from app.main import main
 
 if __name__ == "__main__":
     sys.exit(main())
