@@ -122,10 +122,10 @@ class Conversation:
     def way_back(self, options: str = "") -> str:
         """A sentence with the command that goes on with this chat; "" if it is not stored. `options` of that command:
         "--plain "."""
-        if self.problem is not None:
-            return f"Not all of this chat is saved: {self.problem}"
+        if (problem := self.problem or (self.history.problem if self.turns else None)) is not None:
+            return f"Not all of this chat is saved: {problem}"
         with contextlib.suppress(HistoryError):
-            if self.chat_id is not None and self.history.problem is None:
+            if self.chat_id is not None:
                 is_latest = self.chat_id in (chat.id for chat in self.history.chats(limit=1))
                 chat = "--continue" if is_latest else f"--chat {self.chat_id}"
                 return f"{call(options + chat)} goes on with this chat."
@@ -268,7 +268,7 @@ class Conversation:
             for turn in self.turns[-2:]
         )
 
-    def _begin_anew(self) -> None:
+    def begin_anew(self) -> None:
         """The history has nothing of this conversation."""
         self.chat_id = None
         self._is_open = self._cut_off = False
@@ -284,7 +284,7 @@ class Conversation:
         if self._is_ahead():
             self.history.follow()
             if self.chat_id is not None and not self.history.has(self.chat_id):
-                self._begin_anew()  # another program has deleted it, and it goes on here
+                self.begin_anew()  # another program has deleted it, and it goes on here
         if self.chat_id is None:
             self.chat_id = self.history.new_chat(model)
         if not self._is_open:

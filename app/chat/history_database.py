@@ -87,7 +87,6 @@ _READ_AS: dict[str, type] = {
     "data": bytes,
 }
 _NOT_SAVED = "until then chats are not saved."
-TRIES_AGAIN = "The next message tries again."
 _DAMAGED = "is damaged", f"Move it away to start an empty one; {_NOT_SAVED}"
 _FULL = "cannot grow because the disk is full", f"Free some space; {_NOT_SAVED}"
 _PROBLEMS = (  # a part of SQLite's message or of its error's name, what it means, and a hint
@@ -97,7 +96,7 @@ _PROBLEMS = (  # a part of SQLite's message or of its error's name, what it mean
     ("unable to open", "cannot be opened", f"Check its permissions; {_NOT_SAVED}"),
     ("full", *_FULL),
     ("IOERR_SHMSIZE", *_FULL),  # the index of the write-ahead log has no room
-    ("locked", "is locked by another process", TRIES_AGAIN),
+    ("locked", "is locked by another process", "The next message tries again."),
 )
 
 
@@ -113,16 +112,17 @@ class HistoryDatabase:
         self.path = str(path)
         self._open()
 
-    def _open(self) -> None:
-        self._is_locked = False
+    def _open(self, patience_ms: int = BUSY_TIMEOUT_MS) -> None:
+        """Waits for other programs' locks for so long."""
+        self._is_locked = patience_ms < BUSY_TIMEOUT_MS
         self._file: tuple[int, int] | None = None
         if self.path != ":memory:":
             _create_private(Path(self.path))
         with self._guard():
             # Autocommit: each method is one statement or one explicit transaction.
-            self._db = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_MS / 1e3, isolation_level=None)
+            self._db = sqlite3.connect(self.path, timeout=patience_ms / 1e3, isolation_level=None)
             self._db.text_factory = lambda text: text.decode("utf-8", "replace")
-            self._write_ahead()
+            self._write_ahead(patience_ms)
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.execute("PRAGMA foreign_keys = ON")
             self._migrate()
@@ -204,10 +204,10 @@ class HistoryDatabase:
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute(f"PRAGMA busy_timeout = {milliseconds}")
 
-    def _write_ahead(self) -> None:
+    def _write_ahead(self, patience_ms: int) -> None:
         """Turns on the write-ahead log. Some network file systems refuse, and the history works without it. The busy
         timeout does not hold for this statement, and another process may be opening a new file too."""
-        deadline = time.monotonic() + BUSY_TIMEOUT_MS / 1e3
+        deadline = time.monotonic() + patience_ms / 1e3
         while True:
             try:
                 self._db.execute("PRAGMA journal_mode = WAL")

@@ -43,13 +43,27 @@ class Saver:
 
     def now(self) -> None:
         model, problem = self._session.status.snapshot().ready.model.title, None
+        if self._history.problem is not None:
+            self._leave_memory()
         for chat in (*self._left, self._session.conversation):
             chat.save(model)
             problem = chat.problem or problem
         self._left = [chat for chat in self._left if chat.problem]
-        self._view.problem_changed(self._history.problem or problem)
+        problem = self._history.problem or problem
+        self._view.problem_changed(problem)
         if problem is not None:
             self._later(RETRY_S)
+
+    def _leave_memory(self) -> None:
+        """Where the history's file could not be opened and can be now, what was said meanwhile goes there."""
+        unsaved = [*self._left, self._session.conversation]
+        known = {chat.chat_id for chat in unsaved}
+        in_memory = [id for id in reversed(self._history.chat_ids()) if id not in known]
+        others = [Conversation(self._history, "", chat_id) for chat_id in in_memory]
+        if self._history.open_again():
+            for chat in (*others, *unsaved):
+                chat.begin_anew()
+            self._left = [*others, *self._left]
 
     def soon(self) -> None:
         """After a failure this is with the next try. Where the program is late, what is due comes before more text is

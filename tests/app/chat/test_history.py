@@ -310,10 +310,11 @@ def test_a_damaged_file_is_one_sentence_and_the_chat_goes_on_in_memory(tmp_path)
     assert raised.value.hint
     history = History.open(path)
     assert history.problem is not None
-    assert history.problem.hint.endswith("until the next start chats are not saved.")
+    assert history.problem.hint.endswith("until then chats are not saved.")
     chat_id = history.new_chat("m")
     history.append(chat_id, user("still works"))
     assert history.chats(query="works")[0].id == chat_id
+    assert not history.open_again() and history.chats(query="works")[0].id == chat_id
     assert path.read_bytes().startswith(b"not a database"), "what was there is left alone"
 
 
@@ -356,7 +357,7 @@ def test_a_history_that_another_program_has_locked_is_waited_for_once(tmp_path, 
         history.close()
         other.execute("PRAGMA journal_mode = DELETE")
         other.execute("BEGIN EXCLUSIVE")
-        assert History.open(history.path).problem.hint == "Until the next start chats are not saved."
+        assert History.open(history.path).problem.hint == "The next message tries again."
 
 
 @pytest.mark.parametrize("end", ["", "-journal", "-wal"])

@@ -47,11 +47,11 @@ class SilentView:
 def begin():
     tasks = []
 
-    def begin(engine: FakeEngine) -> tuple[Session, SilentView]:
+    def begin(engine: FakeEngine, history: History | None = None) -> tuple[Session, SilentView]:
         view = SilentView()
         session = Session(
             engine,
-            History(":memory:"),
+            history or History(":memory:"),
             view,
             spawn=lambda work: tasks.append(asyncio.ensure_future(work)),
             sampling=Sampling(),
@@ -113,6 +113,36 @@ async def test_a_chat_that_is_left_while_the_disk_is_full_is_saved_too(begin, mo
     await until(lambda: problems[-1] is None)
     saved = [session.history.messages(chat.id) for chat in session.history.chats()]
     assert sorted(len(each[1].message.content) for each in saved) == [10_000, 10_000]
+
+
+async def test_chats_from_a_time_when_the_file_could_not_be_opened_are_saved_too(
+    begin, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(saver, "RETRY_S", 0.01)
+    in_the_way = tmp_path / "folder"
+    in_the_way.touch()
+    session, view = begin(
+        FakeEngine(*map(reply, ("A", "B", "A2"))), History.open(in_the_way / "history.sqlite3")
+    )
+    problems = []
+    view.problem_changed = problems.append
+    for text in ("a", "b"):
+        await session.send(text)
+        await until(lambda: not session.is_busy and problems and problems[-1])
+        await session.open(None)
+    await session.open(1)  # the first of those in memory
+    await until(lambda: len(problems) > 10)
+    assert all(problems) and said(session) == ["a", "A"]
+    in_the_way.unlink()
+    await until(lambda: problems[-1] is None)
+    await session.send("a2")
+    await until(lambda: not session.is_busy)
+    saved = History(in_the_way / "history.sqlite3")
+    assert [[each.message.content for each in saved.messages(chat.id)] for chat in saved.chats()] == [
+        ["a", "A", "a2", "A2"],
+        ["b", "B"],
+    ]
+    saved.close()
 
 
 async def test_a_save_that_is_late_comes_before_more_text(monkeypatch):
