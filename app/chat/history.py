@@ -19,7 +19,7 @@ import msgspec
 import platformdirs
 from msgspec.structs import replace
 
-from app.chat.history_database import LOCKED_TIMEOUT_MS, HistoryDatabase, HistoryError
+from app.chat.history_database import HistoryDatabase, HistoryError
 from app.chat.versions import Node, Versions
 from engine.protocol.events import Message
 from engine.runtime import prefix_folder
@@ -66,15 +66,12 @@ def default_path() -> Path:
 
 
 class History(HistoryDatabase):
-    problem: HistoryError | None = None
-    """Why the history is in memory in place of its file, until `open_again` succeeds."""
     _end: tuple[Any, ...] = ()
     """What tells a chat as long as nobody else writes, and its last message: to find it, all have to be read."""
 
     def __init__(self, path: Path | str | None = None) -> None:
         """Opens `path` (None: `default_path()`; ":memory:": keeps nothing). Raises HistoryError."""
         super().__init__(path or default_path())
-        self._wanted = self.path
 
     @classmethod
     def open(cls, path: Path | str | None = None) -> Self:
@@ -85,22 +82,6 @@ class History(HistoryDatabase):
             history = cls(":memory:")
             history.problem, history._wanted = error, str(path or default_path())
             return history
-
-    def open_again(self) -> bool:
-        """Tries once more to open the file that `open` could not. Whether it did: then the file's chats have taken the
-        place of those in memory, which are gone."""
-        memory, file = self._db, self._file
-        try:
-            self.path = self._wanted
-            self._open(LOCKED_TIMEOUT_MS)
-        except HistoryError as error:
-            if self._db is not memory:
-                self.close()
-            self.path, self._db, self._file, self.problem = ":memory:", memory, file, error
-            return False
-        memory.close()
-        self.problem, self._end = None, ()
-        return True
 
     # --- one chat ---------------------------------------------------------------------------------------
 

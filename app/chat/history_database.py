@@ -107,9 +107,12 @@ class HistoryError(OrinError):
 class HistoryDatabase:
     """Every method raises HistoryError if the file cannot be used."""
 
+    problem: HistoryError | None = None
+    """Why the history is in memory in place of its file, until `open_again` succeeds."""
+
     def __init__(self, path: Path | str) -> None:
         """Opens `path`, or creates it for this user only. ":memory:" keeps nothing."""
-        self.path = str(path)
+        self.path = self._wanted = str(path)
         self._open()
 
     def _open(self, patience_ms: int = BUSY_TIMEOUT_MS) -> None:
@@ -128,6 +131,22 @@ class HistoryDatabase:
             self._migrate()
             self._check_triggers()
         self._file = self._in_place()
+
+    def open_again(self) -> bool:
+        """Tries once more to open the file that `open` could not. Whether it did: then the file's chats have taken the
+        place of those in memory, which are gone."""
+        memory, file = self._db, self._file
+        try:
+            self.path = self._wanted
+            self._open(LOCKED_TIMEOUT_MS)
+        except HistoryError as error:
+            if self._db is not memory:
+                self.close()
+            self.path, self._db, self._file, self.problem = ":memory:", memory, file, error
+            return False
+        memory.close()
+        self.problem = None
+        return True
 
     def follow(self) -> None:
         """Opens the file that is in its place, a new one if there is none: what is written to one that was deleted is
