@@ -262,6 +262,20 @@ ARCHITECTURES: dict[str, Parts] = {
         ungated="elements",
         choice_bias=True,
     ),
+    "nemotron_h_moe-narrow": NEMOTRON_H.but(
+        EXPERTS
+        | SIGMOID
+        | {
+            "expert_shared_feed_forward_length": 96,
+            "expert_shared_count": 1,
+            "moe_latent_size": 32,
+        },
+        architecture="nemotron_h_moe",
+        experts=8,
+        shared=True,
+        ungated="elements",
+        choice_bias=True,
+    ),
     "granitehybrid": MAMBAS.but(
         MULTIPLIERS
         | {"rope.scaling.finetuned": False}

@@ -388,6 +388,10 @@ class Tensors:
     def experts(self, prefix: str) -> None:
         """A router, and matrices for each expert."""
         parts, dim, n = self.parts, self._dim, self.parts.experts
+        inner = self.metadata.get("moe_latent_size", dim)
+        if inner != dim:
+            self.matrix(f"{prefix}ffn_latent_down", inner, dim)
+            self.matrix(f"{prefix}ffn_latent_up", dim, inner)
         width = self.metadata.get("expert_feed_forward_length", self.shape.ffn)
         router = 2 * self.weights(self.rng, n, dim, Type.F32)  # some are much more probable than others
         kind = self.type_of(f"{prefix}ffn_gate_inp", "F32")
@@ -404,7 +408,7 @@ class Tensors:
             if is_gated
             else {"up": width}
         )
-        for name, n_rows, cols in *((name, r, dim) for name, r in rows.items()), ("down", dim, width):
+        for name, n_rows, cols in *((name, r, inner) for name, r in rows.items()), ("down", inner, width):
             self.matrices(f"{prefix}ffn_{name}_exps", n, n_rows, cols)
             if self.type_of(f"{prefix}ffn_{name}_exps") is Type.NVFP4:
                 self.vector(f"{prefix}ffn_{name}_exps.scale", n, 1.0)

@@ -263,9 +263,10 @@ class Reference(AttentionReference, ConnectedReference, RecurrentReference):
 
     def _experts(self, part: Experts, h: Floats, of_router: Floats) -> Floats:
         router = self._scores(part, self._product(of_router, part.router, part.router_bias))
-        y = np.zeros_like(h)
+        of_experts = self._product(h, part.narrow[0]) if part.narrow else h
+        y = np.zeros_like(of_experts)
         scales = self.expert_scales(part)
-        for token, (x, probabilities) in enumerate(zip(h, router, strict=True)):
+        for token, (x, probabilities) in enumerate(zip(of_experts, router, strict=True)):
             chosen = np.argsort(-self._ranked(part, probabilities), kind="stable")[: part.used]
             total = np.maximum(probabilities[chosen].sum(), np.float32(MIN_PROBABILITY))
             if part.weighed_inputs:
@@ -281,6 +282,8 @@ class Reference(AttentionReference, ConnectedReference, RecurrentReference):
                 out = product(hidden, part.down, part.down_bias)
                 out = out * scales[expert] * np.float32(part.factor)
                 y[token] += out * probabilities[expert] / (total if part.renormalised else np.float32(1))
+        if part.narrow:
+            y = self._product(y, part.narrow[1])
         if part.shared:
             of_all = self._dense(part.shared, h)
             y += of_all * sigmoid(self._product(h, part.shared_gate)) if part.shared_gate else of_all

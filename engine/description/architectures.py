@@ -158,7 +158,7 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
         )
         if not (spec.attention or self.is_all_recurrent):
             raise damaged(self.file.path, "no layer has attention")
-        if self.draft_layers == 1 and not (family.layer_norms or ends_normed):
+        if self.draft_layers == 1 and not (family.layer_norms or family.lone_sublayers or ends_normed):
             draft_head = read_draft_head(self, self.layers, self.layer, self.ropes, spec)
             spec = replace(spec, draft_head=draft_head)
         self._check_all_is_read()

@@ -63,7 +63,8 @@ class Experts(Operator):
     `shared` layer computes every token; its result times sigmoid(`shared_gate` x) is added, with `shared_gate` (1,
     dim); without that, all of it. If it `routes_before`, the router reads the residual stream as the sublayer before
     this one did, without a norm. With `weighed_inputs`, which has one expert used, what the expert reads is times its
-    probability, in place of its result (llama4).
+    probability, in place of its result (llama4). If they are `narrow`, the experts alone read narrow[0] x, and what
+    they add up to is multiplied by narrow[1].
 
     `choice_bias`: a number for each expert, added to its probability for the choice alone. With more than one of the
     `groups`, equal parts of the experts, only those of the `used_groups` best ones are chosen; the two best experts of
@@ -90,6 +91,7 @@ class Experts(Operator):
     used_groups: int = 1
     weighed_inputs: bool = False
     routes_before: bool = False
+    narrow: tuple[Weight, Weight] | None = None
     words = "mixtures of experts"
 
     @property
@@ -127,11 +129,14 @@ class Experts(Operator):
 
     @property
     def roles(self) -> Roles:
-        return {
+        experts: Roles = {
             "router": (self.router, self.shared_gate),
             "experts gate+up": tuple(weight for weight, _ in self.firsts),
             "experts down": (self.down,),
         }
+        return experts | (
+            {"FFN gate+up": self.narrow[:1], "FFN down": self.narrow[1:]} if self.narrow else {}
+        )
 
 
 @dataclass(frozen=True)

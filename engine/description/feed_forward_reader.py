@@ -101,8 +101,8 @@ class FeedForwardReader(HeadReader):
         return float(sparsities[i]) if 0 < sparsities[i] <= MOST else 0.0
 
     def experts(self, i: int, prefix: str) -> Experts:
-        """A mixture of experts. Older files give the experts' width as feed_forward_length (olmoe). Of each expert, the
-        rows of gate and then of up may be one tensor."""
+        """A mixture of experts. Older files do not say the experts' width. Of each expert, the rows of gate and then of
+        up may be one tensor."""
         dim, count, used = self.dim, self.size("expert_count"), self.size_of_layer("expert_used_count", i)
         if not count > 1 or used > count:
             raise damaged(self.file.path, f"it chooses {used} of {count} experts")
@@ -112,8 +112,18 @@ class FeedForwardReader(HeadReader):
                 f"{self.name} weighs what {used} experts of a token read, which orin-chat does not run.",
                 "Choose another model.",
             )
-        has_width = self.key("expert_feed_forward_length") in self.file.metadata
-        width = self.size_of_layer("expert_feed_forward_length" if has_width else "feed_forward_length", i)
+        of_down = self.file.tensors.get(f"{prefix}ffn_down_exps.weight")
+        unsaid = of_down.shape[-1] if of_down else None
+        width = self.size_of_layer("expert_feed_forward_length", i, unsaid)
+        narrow, inner = None, dim
+        if self.family.lone_sublayers and (
+            of_latent := self.file.tensors.get(f"{prefix}ffn_latent_down.weight")
+        ):
+            inner = self.size("moe_latent_size", of_latent.shape[0])
+            narrow = (
+                self.weight(f"{prefix}ffn_latent_down", inner, dim),
+                self.weight(f"{prefix}ffn_latent_up", dim, inner),
+            )
 
         def of_experts(x: str, rows: int, cols: int) -> tuple[Weight, Vector | None]:
             tensor = f"{prefix}ffn_{x}_exps"
@@ -122,16 +132,18 @@ class FeedForwardReader(HeadReader):
 
         def half(first: int) -> tuple[Weight, None]:
             tensor, whole = f"{prefix}ffn_gate_up_exps", 2 * width
-            return self.weight(tensor, width, dim, first, whole, experts=count, every=whole, run=width), None
+            return self.weight(
+                tensor, width, inner, first, whole, experts=count, every=whole, run=width
+            ), None
 
         gate: Weight | None
         if self.family.ungated:
-            (gate, gate_bias), (up, up_bias) = (None, None), of_experts("up", width, dim)
+            (gate, gate_bias), (up, up_bias) = (None, None), of_experts("up", width, inner)
         elif self.has(f"{prefix}ffn_gate_up_exps.weight"):
             (gate, gate_bias), (up, up_bias) = half(0), half(width)
         else:
-            (gate, gate_bias), (up, up_bias) = (of_experts(x, width, dim) for x in ("gate", "up"))
-        down, down_bias = of_experts("down", dim, width)
+            (gate, gate_bias), (up, up_bias) = (of_experts(x, width, inner) for x in ("gate", "up"))
+        down, down_bias = of_experts("down", inner, width)
         shared = self.file.tensors.get(f"{prefix}ffn_down_shexp.weight")
         has_gate = self.has(f"{prefix}ffn_gate_inp_shexp.weight")
         shared_layer = self.dense(prefix, shared.shape[-1], "_shexp") if shared else None
@@ -154,7 +166,7 @@ class FeedForwardReader(HeadReader):
             shared_gate=shared_gate,
             scoring=self.scoring(prefix), choice_bias=self.vector(self.choice_bias(prefix), count),
             factor=factor, groups=groups, used_groups=used_groups,
-            weighed_inputs=weighed_inputs, routes_before=self.family.routes_before,
+            weighed_inputs=weighed_inputs, routes_before=self.family.routes_before, narrow=narrow,
         )  # fmt: skip
 
     def choice_bias(self, prefix: str) -> str:

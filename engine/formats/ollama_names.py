@@ -60,6 +60,7 @@ class _Names:
 
 
 _SECTIONS = {"rope.mrope_section": "rope.dimension_sections"}
+_LATENTS = {r"\.ffn_latent_in\.": ".ffn_latent_down.", r"\.ffn_latent_out\.": ".ffn_latent_up."}
 _DELTA = _Names(tensors={r"\.ssm_dt$": ".ssm_dt.bias"})
 
 _NAMES: Mapping[str, _Names] = {
@@ -117,7 +118,8 @@ _NAMES: Mapping[str, _Names] = {
             "rope.scaling_beta": "attention.temperature_scale",
         },
     ),
-    "nemotron_h_omni": _Names("nemotron_h_moe"),
+    "nemotron_h_moe": _Names(tensors=_LATENTS),
+    "nemotron_h_omni": _Names("nemotron_h_moe", tensors=_LATENTS),
     "olmo3": _Names("olmo2"),
     "qwen25vl": _Names("qwen2vl", keys=_SECTIONS),
     "qwen35": _DELTA,

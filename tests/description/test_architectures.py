@@ -348,12 +348,18 @@ def test_a_file_of_ollama(path_of):
         ("glm4", "glmocr", {"attn_output.": "attn_out.", "post_ffw_norm": "post_ffn_norm"}, ()),
         ("deepseek2-ocr", "deepseekocr", {}, ("expert_feed_forward_length",)),
         ("qwen2vl", "qwen25vl", {}, ()),
+        (
+            "nemotron_h_moe-narrow",
+            "nemotron_h_omni",
+            {"latent_down": "latent_in", "latent_up": "latent_out"},
+            ("moe_latent_size",),
+        ),
         ("olmo2", "olmo3", {}, ()),
     ],
 )
 def test_other_names_of_ollama(path_of, usual, theirs, tensors, unsaid):
     with GGUF(path_of(usual)) as file:
-        expected = read_spec(file)
+        expected, usual = read_spec(file), file.metadata["general.architecture"]
 
         def renamed(name):
             for text, other in tensors.items():

@@ -74,7 +74,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "falcon-h1 F32": {"architecture": "falcon-h1", "quant": "F32", "layers": 1},
     "nemotron_h F32": {"architecture": "nemotron_h", "quant": "F32", "layers": 3},
-    "nemotron_h_moe F32": {"architecture": "nemotron_h_moe", "quant": "F32", "layers": 3},
+    "nemotron_h_moe F32, narrow": {"architecture": "nemotron_h_moe-narrow", "quant": "F32", "layers": 3},
     "granitehybrid F32": {"architecture": "granitehybrid", "quant": "F32"},
     "jamba F32": {"architecture": "jamba", "quant": "F32"},
     "mamba F32": {"architecture": "mamba", "quant": "F32", "layers": 1},

@@ -24,7 +24,7 @@ AS_PROMPTS = "qwen35moe F32, 8 of 16 rotated", STREAMS
 COMMON = (
     "gpt-oss F32",  # windows, sinks, biases
     "deepseek2 F32",  # latent attention, groups of experts
-    "nemotron_h_moe F32",  # Mamba, no gates
+    "nemotron_h_moe F32, narrow",  # Mamba, no gates
     "qwen35moe F32, 8 of 16 rotated",  # delta nets, gated attention, a shared expert
     "jamba F32",  # selective scans
     STREAMS,

@@ -79,7 +79,9 @@ class FeedForwardLayers(Parts):
         chosen, probabilities = self._choose(operator, x if of_router is None else of_router)
         total = sum(probabilities[1:], start=probabilities[0]).maximum(MIN_PROBABILITY)
         y: Tensor | None = None
-        weighed = operator.weighed_inputs
+        weighed, of_experts = operator.weighed_inputs, x
+        if operator.narrow:
+            of_experts = self._product(operator.narrow[0], x)
         for experts, probability in zip(chosen, probabilities, strict=True):
 
             def product(weight: Weight, bias: Vector | None, x: Tensor, experts: Tensor = experts) -> Tensor:
@@ -87,7 +89,7 @@ class FeedForwardLayers(Parts):
                 return y if bias is None else y + self._vectors[bias].reshape(operator.count, -1)[experts]
 
             factor = (probability / total if operator.renormalised else probability) * operator.factor
-            read = (x * factor.unsqueeze(-1)).contiguous() if weighed else x
+            read = (of_experts * factor.unsqueeze(-1)).contiguous() if weighed else of_experts
             first, *others = (product(weight, bias, read) for weight, bias in operator.firsts)
             hidden = gated(first, others[0] if others else first.ones_like(), operator.activation)
             part = product(operator.down, operator.down_bias, hidden.contiguous())
@@ -96,6 +98,8 @@ class FeedForwardLayers(Parts):
             part = part if weighed else part * factor.unsqueeze(-1)
             y = part if y is None else y + part
         assert y is not None
+        if operator.narrow:
+            y = self._product(operator.narrow[1], y)
         if operator.shared:
             shared = self._dense(operator.shared, x, run)
             if operator.shared_gate:

@@ -27,10 +27,13 @@ from engine.targets.cpu.weights import Matrix
 
 class ExpertsHandler(Handler):
     """quantize · router, shared gate+up · shared down · choose · group · quantize · gate+up · quantize · down · add.
-    In decode all experts read what the router reads, and nothing is grouped."""
+    In decode all experts read what the router reads, and nothing is grouped. `_narrow`: products before and after the
+    experts, which are narrower than the stream."""
 
     @classmethod
     def lacks(cls, part: Experts) -> str:
+        if part.narrow and part.shared_gate:
+            return "a gate of a shared expert beside narrow ones"
         if part.routes_before and (part.shared or part.router_bias):
             return "a shared expert or a router's bias where the router reads the stream before attention"
         return super().lacks(part)
@@ -50,6 +53,7 @@ class ExpertsHandler(Handler):
         *self._firsts, self._down = (
             weights.matrix(weight, added=bias is not None) for weight, bias in matrices
         )
+        self._narrow = [weights.matrix(weight) for weight in part.narrow or ()]
         self._shared = DenseHandler(part.shared, None, False, loading) if part.shared else None
         self._shared_gates = [weights.matrix(part.shared_gate)] if part.shared_gate else []
         self._router = weights.matrix(part.router)
@@ -72,7 +76,7 @@ class ExpertsHandler(Handler):
         logits = step.rows("router", self._router.layout.groups(part.count) * buffers.lanes)
         shared_reads = [*self._shared.reads, *self._shared_gates] if self._shared else []
         weighed = part.weighed_inputs
-        reads = self._firsts if tile == 1 and not weighed else []
+        reads = self._narrow[:1] or (self._firsts if tile == 1 and not weighed else [])
         if self._router_norm is not None or part.routes_before:
             read = step.before if part.routes_before else step.x
             of_router = step.quantize(read, [self._router], norm=self._router_norm)
@@ -81,6 +85,10 @@ class ExpertsHandler(Handler):
         else:
             inputs = step.quantize(step.x, [self._router, *shared_reads, *reads], norm=self._norm)
             step.multiply(logits, self._router, inputs, added=self._router_bias)
+        read, norm = step.x, self._norm
+        if self._narrow:
+            read, norm = step.rows("narrow", self._narrow[0].rows), None
+            step.multiply(read, self._narrow[0], inputs)
         shared = self._share(step, inputs)
         chosen = step.scratch("chosen", step.tokens * part.used, dtypes.int32)
         probabilities = step.scratch("probabilities", step.tokens * part.used, dtypes.float32)
@@ -96,15 +104,14 @@ class ExpertsHandler(Handler):
         )  # fmt: skip
         if tile == 1:
             tiles = Tiles(1, part.used, buffers.sizes(part.used), chosen, [])
-            if weighed:
-                inputs = step.quantize(step.x, self._firsts, norm=self._norm, weights=probabilities)
+            if weighed or self._narrow:
+                weights = probabilities if weighed else None
+                inputs = step.quantize(read, self._firsts, norm=norm, weights=weights, name="experts ")
         else:
             tiles = self._group(step, chosen)
             reads = self._firsts
             weights = probabilities if weighed else None
-            inputs = step.quantize(
-                step.x, reads, norm=self._norm, tiles=tiles, gathered=True, weights=weights
-            )
+            inputs = step.quantize(read, reads, norm=norm, tiles=tiles, gathered=True, weights=weights)
         first, *others, results = (
             step.scratch(name, tiles.tokens * matrix.rows, dtypes.float32)
             for name, matrix in (
@@ -119,11 +126,17 @@ class ExpertsHandler(Handler):
         inputs = step.quantize(first, [self._down], gate=gate, tiles=tiles)
         multiply_tiles(step, results, self._down, inputs, tiles, of_down, shared=False)
         gated = bool(self._shared_gates)
-        kernel = add_experts(part.used, out is step.x, buffers.lanes, tile, bool(shared), gated)
+        total = step.rows("narrow sum", self._down.rows) if self._narrow else out
+        beside = [] if self._narrow else shared
+        kernel = add_experts(part.used, total is step.x, buffers.lanes, tile, bool(beside), gated)
         lists = [*step.state, tiles.lists[1]] if tiles.lists else []
         shape = buffers.sizes(self._down.rows // UNIT)
         of_results = buffers.ones(step.tokens * part.used) if weighed else probabilities
-        step.add(kernel, out, shape, *lists, of_results, results, *shared)
+        step.add(kernel, total, shape, *lists, of_results, results, *beside)
+        if self._narrow:
+            wide = step.rows("wide", buffers.spec.dim)
+            step.multiply(wide, self._narrow[1], step.quantize(total, self._narrow[1:], name="narrow "))
+            step.add_rows([wide, *shared])
 
     def _share(self, step: StepBuilder, inputs: dict[str, Tensor]) -> list[Tensor]:
         """Adds the kernels of the layer that all tokens share; returns its gate, if it has one, and its results."""
@@ -157,6 +170,8 @@ class ExpertsHandler(Handler):
         gate_up = [*of_firsts, *(matrix.stream for matrix in self._firsts)]
         down = [of_down, self._down.stream]
         uses.add_experts(self._part, self._part.used, gate_up, down)
+        for use, matrix in zip((BufferUse("FFN gate+up"), BufferUse("FFN down")), self._narrow, strict=False):
+            uses.add(use, matrix.stream)
         if self._shared:
             self._shared.add_uses(uses)
             uses.add(BufferUse("router"), *(gate.stream for gate in self._shared_gates))

@@ -66,6 +66,8 @@ class ExpertsHandler(Handler):
     def lacks(cls, part: Experts) -> str:
         if part.weighed_inputs and (part.used > 1 or part.scoring != "sigmoid"):
             return "experts whose inputs are weighed"
+        if part.narrow:
+            return "experts narrower than the stream"
         if part.routes_before:
             return "a router that reads the stream before attention"
         return "a router's bias beside a shared expert" if part.shared and part.router_bias else ""
