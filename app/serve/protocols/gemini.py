@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from app.serve.answer import AnswerDelta, AnswerEnd
+from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd
 from app.serve.errors import ApiError, gemini_form, wrong
 from app.serve.http import COMMENTED, Framing
 from app.serve.model_pool import ModelPool
@@ -376,6 +376,11 @@ class GeminiReply(Reply):
     takes_pieces: bool = False
     id: str = field(default_factory=lambda: secrets.token_urlsafe(18))
     _answers: defaultdict[int, _Answer] = field(default_factory=lambda: defaultdict(_Answer))
+    _read: tuple[int, int] = (0, 0)  # tokens of the prompt, and how many of them were known
+
+    def begun(self, i: int, begun: AnswerBegun) -> Iterable[Json]:
+        self._read = begun.prompt_n, begun.cached_n
+        return ()
 
     def delta(self, i: int, delta: AnswerDelta) -> Iterable[Json]:
         return self._written(i, self._answers[i].blocks.feed(delta))
@@ -432,17 +437,18 @@ class GeminiReply(Reply):
         return [_part(block) for block in blocks if block.kind != "thinking" or self.shows_thoughts]
 
     def _response(self, candidates: Sequence[Json], ends: Sequence[Finished] = (), thoughts: int = 0) -> Json:
-        made: Json = {"candidates": candidates, "modelVersion": self.model, "responseId": self.id}
-        if ends:
-            prompt, predicted = ends[0].prompt_n, sum(end.predicted_n for end in ends)
-            made["usageMetadata"] = {
-                "promptTokenCount": prompt,
-                "candidatesTokenCount": predicted - thoughts,
-                "thoughtsTokenCount": thoughts,
-                "cachedContentTokenCount": ends[0].cached_n,
-                "totalTokenCount": prompt + predicted,
-            }
-        return made
+        """Pieces of a stream have the usage so far, as Google's have: clients with strict types need it."""
+        prompt, cached = self._read if not ends else (ends[0].prompt_n, ends[0].cached_n)
+        predicted = sum(end.predicted_n for end in ends)
+        usage = {
+            "promptTokenCount": prompt,
+            "candidatesTokenCount": predicted - thoughts,
+            "thoughtsTokenCount": thoughts,
+            "cachedContentTokenCount": cached,
+            "totalTokenCount": prompt + predicted,
+        }
+        head = {"modelVersion": self.model, "responseId": self.id}
+        return {"candidates": candidates, **head, "usageMetadata": usage}
 
 
 def _part(block: Block) -> Json:

@@ -121,9 +121,9 @@ def as_chat(
     body: ResponsesBody, kept: Conversations, owner: str
 ) -> tuple[chat.ChatBody, Spaces, list[dict[str, Any]], list[dict[str, Any]]]:
     """The request as a chat, all of its items, with those before, and those that came with it. Raises ApiError."""
-    for name in ("background", "prompt"):
+    for name, instead in (("background", "stream the response"), ("prompt", "send its text in instructions")):
         if getattr(body, name):
-            raise wrong(f"{name} is not supported.", name)
+            raise wrong(f"{name} is not supported: {instead}.", name)
     if body.previous_response_id and body.conversation_id:
         raise wrong("A request goes on with a response or a conversation, not with both.", "conversation")
     if body.input is None and body.earlier_id is None:

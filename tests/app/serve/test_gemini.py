@@ -50,6 +50,7 @@ async def test_answers(served):
     *parts, last = await streamed(client, body)
     said = [part["candidates"][0]["content"]["parts"][0] for part in parts]
     assert "".join(part.get("text", "") for part in said).split() == ["Hm.I", "look."]
+    assert {part["usageMetadata"]["totalTokenCount"] for part in parts} == {96}
     assert [part["functionCall"]["args"] for part in said if "functionCall" in part] == [{"city": "Rome"}]
     assert last["candidates"][0]["finishReason"] == "STOP" and last["usageMetadata"] == whole["usageMetadata"]
     [listed] = (await client.post(f"{PATH}:streamGenerateContent", json=body)).json()
