@@ -293,11 +293,11 @@ class Conversation:
         if self.system != self._stored_system:
             self.history.set_system(self.chat_id, self.system)
             self._stored_system = self.system
-        is_longer = False
+        has_versions = False
         for index, turn in enumerate(self.turns):
             if turn.message_id is None:
-                is_longer = True
                 if self._cut_off:
+                    has_versions = True
                     before = self.turns[index - 1].message_id if index else 0
                     self.history.truncate(self.chat_id, before or 0)
                     self._cut_off = False
@@ -308,7 +308,7 @@ class Conversation:
                     self.chat_id, turn.written, turn.finished, *attached, after
                 )
                 self._stored[turn.message_id], self._stored_files[turn.message_id] = _state(turn), turn.files
-        if is_longer:
+        if has_versions:  # only what takes the place of other turns, and all of them are read for it
             self._mark_versions()
         first = (self.turns[self.start].message_id or 0) if 0 < self.start < len(self.turns) else 0
         if first != self._stored_first:

@@ -247,7 +247,6 @@ class Transcript(LateComponents, ScrollView, can_focus=False):
                 first = self._turn_at(top - height)
                 if not self._lay_out_near(first, top, height):
                     break
-            self._measure()
             self._scroll(self._end if self.is_following else round(self.scroll_y))
         finally:
             self._is_settling = False
