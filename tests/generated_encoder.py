@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 
 from engine.description.encoder_kinds import KINDS
+from engine.description.stem_reader import STEMMED
 
 DIM, WIDTH, HEADS, PATCH = 32, 48, 2, 4
 
@@ -53,7 +54,7 @@ class _Encoder:
             in ("qwen2.5vl_merger", "minicpmv4_6", "exaone4_5", "muse-glimmer", "youtuvl", "granite4_vision")
         )
         self.layers = max(self.features, default=layers) if self.kind not in ("gemma4uv", "gemma3nv") else 0
-        sides = {"deepseekocr": 16, "gemma3nv": 64, "granite4_vision": 8}
+        sides = {"deepseekocr": 16, "deepseekocr2": 16, "gemma3nv": 64, "granite4_vision": 8}
         self.side = self.side or sides.get(self.kind, 2 * self.merge) * self.patch
         if self.kind == "granite4_vision":
             self.dim = 64
@@ -64,8 +65,8 @@ class _Encoder:
         )
         self.has_biases = self.is_qwen or self.kind in (
             "paddleocr", "kimivl", "kimik25", "lfm2", "mlp", "resampler", "phi4", "janus_pro", "gemma3", "idefics3",
-            "internvl", "llama4", "nemotron_v2_vl", "gemma4uv", "hunyuanvl",
-            "deepseekocr", "minicpmv4_6", "muse-glimmer", "youtuvl", "granite4_vision",
+            "internvl", "llama4", "nemotron_v2_vl", "gemma4uv", "hunyuanvl", "adapter",
+            "deepseekocr", "deepseekocr2", "minicpmv4_6", "muse-glimmer", "youtuvl", "granite4_vision",
         )  # fmt: skip
 
     def write(self) -> Path:
@@ -104,8 +105,9 @@ class _Encoder:
             has_none = kind.startswith("qwen2") or kind in ("mlp", "llama4", "nemotron_v2_vl", "exaone4_5")
         else:
             has_none = name in ("mm.input_projection", "resampler.kv", "resampler.proj")
-            has_none |= name == "mm.model.fc" and kind not in ("hunyuanvl", "deepseekocr")
+            has_none |= name == "mm.model.fc" and kind not in ("hunyuanvl", "deepseekocr", "deepseekocr2")
             has_none |= name.startswith("mm.") and kind == "muse-glimmer"
+            has_none |= name.startswith("adapter.linear")
             has_none |= name.startswith("mm.model") and kind in ("llama4", "nemotron_v2_vl")
         if self.has_biases and not has_none:
             self.tensor(f"{name}.bias", shape[0])
@@ -116,6 +118,7 @@ class _Encoder:
         self.tensor(f"{name}.weight", size, mean=1.0)
         if has_bias is None:
             is_rms = self.kind in ("qwen2.5vl_merger", "exaone4_5") or (self.normed and "v.blk" in name)
+            is_rms |= self.kind == "deepseekocr2" and name.startswith(("v.blk", "v.post_ln"))
             has_bias = self.has_biases and not is_rms
         if has_bias:
             self.tensor(f"{name}.bias", size)
@@ -170,12 +173,12 @@ class _Encoder:
             writer.add_uint32("clip.vision.projector.window_side", 4)
         if kind in ("qwen2.5vl_merger", "exaone4_5"):
             writer.add_uint32("clip.vision.n_wa_pattern", 2)
-        if kind == "exaone4_5":
+        if kind in ("exaone4_5", "deepseekocr2"):
             writer.add_uint32("clip.vision.attention.head_count_kv", self.heads // 2)
         if kind == "minicpmv4_6":
             writer.add_uint32("clip.vision.projector.scale_factor", merge)
             writer.add_array("clip.vision.wa_layer_indexes", [0])
-        if kind == "deepseekocr":
+        if kind in STEMMED:
             for key, value in {"embedding_length": WIDTH, "block_count": 3, "head_count": 3}.items():
                 writer.add_uint32(f"clip.vision.sam.{key}", value)
             writer.add_uint32("clip.vision.window_size", self.window)
@@ -191,9 +194,11 @@ class _Encoder:
     def _patches(self) -> None:
         """Patches, their places, and what stands before the layers."""
         kind, dim, patch, n = self.kind, self.dim, self.patch, (self.side // self.patch) ** 2
-        if kind == "deepseekocr":
+        if kind in STEMMED:
             self._stem()
             n //= 16
+            for name, count in ((1024, n), (768, n * 9 // 16)) if kind == "deepseekocr2" else ():
+                self.tensor(f"v.resample_query_{name}.weight", count, dim, std=0.5)
         elif kind == "gemma4uv":
             patch_of_all = 3 * patch
             self.matrix("v.patch_embd", dim, 3 * patch_of_all**2)
@@ -212,7 +217,7 @@ class _Encoder:
             "phi4": (16,), "janus_pro": (n,), "nemotron_v2_vl": (n,), "kimik25": (4, 4), "paddleocr": (9,),
             "kimivl": (16,), "lfm2": (256,), "glm4v": (36,), "hunyuanvl": (36,),
             "deepseekocr": (n + 1,), "minicpmv4_6": (4900,), "muse-glimmer": (36,),
-            "granite4_vision": (n,),
+            "granite4_vision": (n,), "adapter": (n,),
         }  # fmt: skip
         if kind in places:
             self.tensor("v.position_embd.weight", *places[kind], dim, std=0.5)
@@ -304,10 +309,13 @@ class _Encoder:
             self.matrix(prefix + "attn_qkv", (2 if kind == "exaone4_5" else 3) * dim, dim)
         else:
             for name in "qkv":
-                self.matrix(f"{prefix}attn_{name}", dim, dim)
+                is_shared = kind == "deepseekocr2" and name != "q"
+                self.matrix(f"{prefix}attn_{name}", dim // 2 if is_shared else dim, dim)
         self.matrix(prefix + "attn_out", dim, dim)
         self.matrix(prefix + "ffn_up", self.width, dim)
-        if kind in ("gemma4v", "pixtral", "qwen2.5vl_merger", "exaone4_5", "dots_ocr", "glm4v"):
+        if kind in (
+            "gemma4v", "pixtral", "qwen2.5vl_merger", "exaone4_5", "dots_ocr", "glm4v", "deepseekocr2",
+        ):  # fmt: skip
             self.matrix(prefix + "ffn_gate", self.width, dim)
         self.matrix(prefix + "ffn_down", dim, self.width)
 
@@ -417,6 +425,22 @@ class _Encoder:
                 for name in "begin", "end":
                     self.tensor(f"mm.image_{name}", self.out, std=0.5)
                 self.norm("mm.post_norm", self.out, has_bias=False)
+            case "adapter":
+                wide, hidden = 2 * self.dim, "adapter.linear."
+                self.norm("v.post_ln")
+                self.matrix("adapter.conv", wide, self.dim, self.merge, self.merge)
+                for name, rows, cols in (
+                    ("linear", self.out, wide), ("gate", self.width, self.out),
+                    ("dense_h_to_4h", self.width, self.out), ("dense_4h_to_h", self.out, self.width),
+                ):  # fmt: skip
+                    self.matrix(hidden + name, rows, cols)
+                self.norm(f"{hidden}norm1", self.out)
+                for name in "boi", "eoi":
+                    self.tensor(f"adapter.{name}", self.out, std=0.5)
+            case "deepseekocr2":
+                self.norm("v.post_ln")
+                self.matrix("mm.model.fc", self.out, self.dim)
+                self.tensor("v.view_seperator", 1, self.out)
             case "deepseekocr":
                 self.matrix("mm.model.fc", self.out, 2 * self.dim)
                 self.tensor("v.image_newline", self.out)

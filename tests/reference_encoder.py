@@ -111,6 +111,9 @@ class ReferenceEncoder:
         else:
             x = x + self._positions(rows, columns)
             x = self._normed(x, spec.norm) if spec.norm else x
+        if spec.own_queries:
+            tables = (self._vector(table).reshape(-1, spec.dim) for table in spec.own_queries.tables)
+            x = np.concatenate([x, next(table for table in tables if len(table) == len(x))])
         seen = [x]
         for sublayer in spec.sublayers:
             h, operator = self._normed(x, sublayer.norm), sublayer.operator
@@ -129,6 +132,7 @@ class ReferenceEncoder:
         for projector in spec.projectors:
             x = np.concatenate([seen[i] for i in (*projector.earlier, projector.sublayers)], axis=1)
             x = x[: len(x) - spec.summary_rows]
+            x = x[len(x) // 2 :] if spec.own_queries else x
             x = np.concatenate([x, stem], axis=1) if stem is not None and projector.reads_stem else x
             for step in projector.steps:
                 x = self._step(step, x)
@@ -267,7 +271,9 @@ class ReferenceEncoder:
 
     def _with_ends(self, embeddings: Floats, rows: int) -> Floats:
         if (ends := self.spec.ends) is None or ends.line is None:
-            return embeddings
+            around = [] if ends is None else [ends.begin, ends.end if ends.ended in (0, rows) else None]
+            begin, end = ([self._fixed(row)] if row else [] for row in around or (None, None))
+            return np.concatenate([*begin, embeddings, *end])
         lines = [np.concatenate([row, self._fixed(ends.line)]) for row in np.split(embeddings, rows)]
         lines = [self._fixed(ends.begin), *lines] if ends.begin else lines
         return np.concatenate([*lines, self._fixed(ends.end)]) if ends.end else np.concatenate(lines)[:-1]
@@ -324,12 +330,20 @@ class ReferenceEncoder:
                 np.concatenate([one * cos - two * sin, two * cos + one * sin], -1).astype(np.float32)
                 for one, two in (np.split(of, 2, -1) for of in (q, k))
             )
+        if own := self.spec.own_queries:
+            turns = np.exp(1j * np.outer(np.arange(len(x)), own.rates))[:, None]
+            for of in (q, k):
+                one, two = np.split(of, 2, -1)
+                turned = (one + 1j * two) * turns
+                of[:] = np.concatenate([turned.real, turned.imag], -1)
         result = np.empty_like(v)
         windows = np.zeros((len(x), 2), int)
         if a.windowed:
             windows = self._places // (self.spec.window * self.spec.merge or self.spec.square)
         for i, window in enumerate(windows):
             seen = (windows == window).all(1)
+            if own:
+                seen = np.arange(len(x)) < max(i + 1, len(x) // 2)
             scores = np.einsum("hd,khd->hk", q[i], k[seen]) * np.float32(a.scale)
             shares = np.exp(scores - scores.max(-1, keepdims=True))
             result[i] = np.einsum("hk,khd->hd", shares / shares.sum(-1, keepdims=True), v[seen])

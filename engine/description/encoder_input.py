@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from engine.description.picture_size import Cut, Size
 from engine.description.sublayers import Vector
-from engine.description.vision import FixedRow, Norm, Positions, VisionSpec
+from engine.description.vision import FixedRow, Norm, OwnQueries, Positions, VisionSpec
 from engine.formats.templates.prompt_pictures import Part
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Grid:
         if ends is None:
             return count
         lines = self.rows - (ends.end is None) if ends.line else 0
-        return count + lines + sum(end is not None for end in (ends.begin, ends.end))
+        return count + lines + sum(end is not None for end in (ends.begin, ends.end_of(self.rows)))
 
 
 @dataclass(frozen=True)
@@ -339,7 +339,7 @@ def with_ends(
         return embeddings
     joined = _with_lines(embeddings, grid.rows, fixed(ends.line)) if ends.line else embeddings
     begin = [fixed(ends.begin)[None]] if ends.begin else []
-    end = [fixed(ends.end)[None]] if ends.end else []
+    end = [fixed(last)[None]] if (last := ends.end_of(grid.rows)) else []
     return np.concatenate([*begin, joined if end or not ends.line else joined[:-1], *end])
 
 
@@ -354,6 +354,20 @@ def as_page(tiles: Sequence[Floats], rows: int, columns: int, line: Floats) -> F
 def _with_lines(embeddings: Floats, rows: int, line: Floats) -> Floats:
     lines, size = embeddings.reshape(rows, -1, len(line)), len(line)
     return np.concatenate([lines, np.broadcast_to(line, (rows, 1, size))], axis=1).reshape(-1, size)
+
+
+def queries_of(
+    queries: OwnQueries, dim: int, patches: int, vector: Callable[[Vector], Floats]
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """The queries of a picture of so many patches, (patches, dim); of all rows, patches and queries, cosines and sines
+    (rows, head_dim / 2); and what is added to scores, (rows, rows): 0 or -inf."""
+    tables = [vector(table).reshape(-1, dim) for table in queries.tables]
+    own = next(table for table in tables if len(table) == patches)
+    at = np.arange(2 * patches)
+    angles = np.outer(at, queries.rates)
+    sees = at <= np.maximum(at[:, None], patches - 1)
+    hidden = np.where(sees, 0, -np.inf).astype(np.float32)
+    return own, np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32), hidden
 
 
 def waves(grid: Grid, size: int) -> Floats:

@@ -8,6 +8,7 @@ import numpy as np
 
 from engine.description.checked_file import CheckedFile
 from engine.description.picture_size import SizeRule, TileRule
+from engine.description.stem_reader import STEMMED
 from engine.description.vision import Padding
 from engine.formats.gguf import damaged
 
@@ -61,8 +62,8 @@ class PictureReader(CheckedFile):
     def padding(self) -> Padding | None:
         """The mean of colours. LLaVA 1.6 stretches the whole picture."""
         red, green, blue = (int(255 * min(max(mean, 0.0), 1.0)) for mean in self.colours("image_mean"))
-        is_padded = self.kind in ("mlp", "janus_pro", "deepseekocr") and not self.has_choices
-        return Padding((red, green, blue), self.kind == "deepseekocr") if is_padded else None
+        is_padded = self.kind in ("mlp", "janus_pro", *STEMMED) and not self.has_choices
+        return Padding((red, green, blue), self.kind in STEMMED) if is_padded else None
 
     @property
     def has_choices(self) -> bool:
@@ -97,7 +98,7 @@ class PictureReader(CheckedFile):
             return SizeRule("mean", align, side)
         is_tiled = self.kind in (
             "idefics3", "internvl", "mlp", "resampler", "janus_pro", "llama4", "nemotron_v2_vl",
-            "granite4_vision", "gemma3nv",
+            "granite4_vision", "gemma3nv", "adapter",
         )  # fmt: skip
         if is_tiled and (side // self.patch) % self.merge == 0 < side // align:
             return SizeRule("square", align, side // align * align)
@@ -117,9 +118,10 @@ class PictureReader(CheckedFile):
             case "internvl":
                 least, most = self.size("preproc_min_tiles", 1), self.size("preproc_max_tiles", 12)
                 rule = TileRule(side, "shape", least=least, most=most)
-            case "deepseekocr":  # published: 640 of 1024 pixels
-                least, most = self.size("preproc_min_tiles", 2), self.size("preproc_max_tiles", 9)
-                side = self.size_rule().most * 5 // 8 // align * align
+            case "deepseekocr" | "deepseekocr2":  # published: 640 and 768 of 1024 pixels
+                eighths, published = (5, 9) if self.kind == "deepseekocr" else (6, 6)
+                least, most = self.size("preproc_min_tiles", 2), self.size("preproc_max_tiles", published)
+                side = self.size_rule().most * eighths // 8 // align * align
                 rule = TileRule(side, "shape", least=least, most=most, whole=side)
             case "lfm2":
                 least, most = _LFM2_TILES

@@ -24,6 +24,7 @@ _WITHOUT_PLACES = (
     "dots_ocr",
     "youtuvl",
     "gemma3nv",
+    "deepseekocr2",
 )
 _GLM_NORM = "v.norm_embd"
 """A norm of patches, before their positions are added."""
@@ -82,7 +83,16 @@ class PlaceReader(ProjectorReader, PictureReader):
         places = (self.size("image_size") // self.patch) ** 2
         if self.kind == "nemotron_v2_vl":
             return Positions(self.required(name, places, self.dim), "patch", of_summary="none")
-        if self.kind in ("gemma3", "idefics3", "internvl", "mlp", "janus_pro", "llama4", "granite4_vision"):
+        if self.kind in (
+            "gemma3",
+            "idefics3",
+            "internvl",
+            "mlp",
+            "janus_pro",
+            "llama4",
+            "granite4_vision",
+            "adapter",
+        ):
             table = self.required(name, places + self.has_summary, self.dim)
             return Positions(table, "patch", of_summary="last" if self.kind == "llama4" else "first")
         least, is_smoothed = self.size_rule().least // self.patch**2, _RESIZED.get(self.kind) == "smoothed"

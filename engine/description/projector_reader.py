@@ -36,6 +36,7 @@ _PROJECTOR_EPS = {
     "kimik25": 1e-5,
     "lfm2": 1e-5,
     "glm4v": 1e-5,
+    "adapter": 1e-5,
     "dots_ocr": 1e-6,
 }
 """Of the norm of a projector, where it is not the encoder's: PyTorch's, or one in the published code."""
@@ -102,8 +103,8 @@ class ProjectorReader(CheckedFile):
             return "silu"
         if self.kind == "mlp" and not self.has("v.class_embd"):  # SigLIP's, which its files do not say
             return "gelu"
-        if self.kind == "deepseekocr":  # CLIP's; the file means that of the stem
-            return "quick gelu"
+        if self.kind in ("deepseekocr", "deepseekocr2"):  # CLIP's and Qwen's; the file means that of the stem
+            return "quick gelu" if self.kind == "deepseekocr" else "silu"
         if self.kind in ("qwen2vl_merger", "mlp") and not self.file.get("clip.use_gelu", bool, False):
             return "quick gelu"
         if self.kind not in ("gemma4v", "muse-glimmer", "gemma3nv") and not self.file.get(
@@ -124,6 +125,8 @@ class ProjectorReader(CheckedFile):
             return self.query_steps()
         if self.kind == "muse-glimmer":
             return self.shuffled_steps()
+        if self.kind == "adapter":
+            return self.adapter_steps()
         out, dim, joined = self.size("projection_dim"), self.dim, self.merge**2 * self.dim
         match self.kind:
             case "youtuvl":
@@ -170,8 +173,9 @@ class ProjectorReader(CheckedFile):
                 return out, self.convolved_steps(out)
             case "minicpmv4_6":
                 return out, self.last_four_steps(out)
-            case "deepseekocr":
-                return out, (*self.last_norms(), self.linear("mm.model.fc", out, 2 * dim))
+            case "deepseekocr" | "deepseekocr2":
+                cols = 2 * dim if self.kind == "deepseekocr" else dim
+                return out, (*self.last_norms(), self.linear("mm.model.fc", out, cols))
             case "gemma4v":
                 scaled = Affine(math.sqrt(dim))
                 if self.has("v.std_bias"):
@@ -325,6 +329,22 @@ class ProjectorReader(CheckedFile):
             self.projector_norm("mm.post_norm", width),
             Activate("exact gelu"),
             PatchFeedForward(gate, up, self.linear("mm.down", out, hidden), self.activation),
+        )
+
+    def adapter_steps(self) -> tuple[int, tuple[ProjectorStep, ...]]:
+        """GLM-Edge's: patches are merged by a convolution, and a feed-forward layer comes last."""
+        prefix = "adapter.linear."
+        width, hidden, out = (self.rows_of(prefix + x) for x in ("linear", "gate", "dense_4h_to_h"))
+        merger = self.merging("adapter.conv")
+        gate, up = (self.linear(prefix + x, hidden, width) for x in ("gate", "dense_h_to_4h"))
+        return out, (
+            *self.last_norms(),
+            Merge("channels"),
+            merger,
+            self.linear(f"{prefix}linear", width, merger.weight.rows),
+            self.projector_norm(f"{prefix}norm1", width),
+            Activate("exact gelu"),
+            PatchFeedForward(gate, up, self.linear(f"{prefix}dense_4h_to_h", out, hidden), "silu"),
         )
 
     def later_projectors(self, layers: int, out: int) -> Iterator[Projector]:

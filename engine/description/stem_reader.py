@@ -1,4 +1,4 @@
-"""Reads the stem of DeepSeek-OCR's encoder: SAM's, with convolutions after it (https://arxiv.org/abs/2510.18234)."""
+"""Reads the stem of the encoders of DeepSeek-OCR: SAM's, with convolutions after it (https://arxiv.org/abs/2510.18234)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from engine.description.vision import (
 )
 from engine.formats.gguf import damaged
 
+STEMMED = "deepseekocr", "deepseekocr2"
+"""Kinds with a stem."""
 STEM_STRIDE = 4
 """How many patches of a stem a side become one of the encoder."""
 _EPS = 1e-6

@@ -287,6 +287,16 @@ class Reduction:
 
 
 @dataclass(frozen=True)
+class OwnQueries:
+    """Rows after all patches, and the only ones that are read: that one of `tables`, float32 (rows, dim), which has as
+    many rows as there are patches. They see all rows up to themselves, and patches see patches. The pairs of a head
+    turn by `rates`, in radians, for each row before."""
+
+    tables: tuple[Vector, ...]
+    rates: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Rotations:
     """Radians by which each pair of a head turns for each row of patches, and for each column: (head_dim / 2,). Rows
     and columns are counted from `first` on."""
@@ -307,13 +317,18 @@ class FixedRow:
 @dataclass(frozen=True)
 class Ends:
     """What stands among the embeddings of a picture's tokens: `line` after each row of them, `begin` before all, and
-    `end` after all, without which the last row has no `line`. In the `page` that all tiles are together, it is `page`
-    after each row, and nothing else."""
+    `end` after all, without which the last row has no `line`; it is after pictures of `ended` rows alone, if that is
+    given. In the `page` that all tiles are together, it is `page` after each row, and nothing else."""
 
     line: FixedRow | None = None
     begin: FixedRow | None = None
     end: FixedRow | None = None
     page: FixedRow | None = None
+    ended: int = 0
+
+    def end_of(self, rows: int) -> FixedRow | None:
+        """What stands after a picture, or a part of one, of so many rows of tokens."""
+        return self.end if self.ended in (0, rows) else None
 
     @property
     def rows(self) -> tuple[FixedRow, ...]:
@@ -361,8 +376,8 @@ class VisionSpec:
     square. A `summary` is one more row, after those of all patches, or several: what stands in place of a patch's
     product. They are part of no token, and are not rotated. The pixels of a patch are normed by `pixel_norm`, and are
     in the order of rows, columns and colours if these are `colours_last`, else colour by colour. A `stem` takes the
-    place of `kernels`. With a `reduction`, the patches of a token follow each other square by square, and those of each
-    square row by row."""
+    place of `kernels`. With `own_queries`, there are as many rows again. With a `reduction`, the patches of a token
+    follow each other square by square, and those of each square row by row."""
 
     kind: str
     name: str
@@ -390,6 +405,7 @@ class VisionSpec:
     colours_last: bool = False
     stem: Stem | ConvolutionNet | None = None
     reduction: Reduction | None = None
+    own_queries: OwnQueries | None = None
 
     def weights(self) -> Iterator[Weight]:
         """All matrices."""
@@ -447,8 +463,8 @@ class VisionSpec:
 
     @property
     def most_patches(self) -> int:
-        """The most rows of a picture: its patches, and its summary."""
-        return self.size.most_tokens * self.merge**2 + self.summary_rows
+        """The most rows of a picture: its patches, and its summary, or its queries."""
+        return self.size.most_tokens * self.merge**2 * (2 if self.own_queries else 1) + self.summary_rows
 
     @property
     def summary_rows(self) -> int:

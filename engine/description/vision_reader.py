@@ -16,13 +16,14 @@ from engine.description.encoder_kinds import KINDS, MINICPM_2_5
 from engine.description.picture_reader import MAX_SIDE
 from engine.description.picture_size import SizeRule
 from engine.description.place_reader import PlaceReader
-from engine.description.stem_reader import STEM_STRIDE, read_stem, stem_patch, stem_side
+from engine.description.stem_reader import STEM_STRIDE, STEMMED, read_stem, stem_patch, stem_side
 from engine.description.vision import (
     ConvolutionNet,
     Ends,
     FixedRow,
     Linear,
     Norm,
+    OwnQueries,
     PatchAttention,
     PatchFeedForward,
     PatchSublayer,
@@ -95,6 +96,11 @@ class _Reader(PlaceReader):
                 "run.",
                 "MiniCPM-V 2.5 and newer ones see.",
             )
+        if kind not in KINDS and file.get("clip.has_audio_encoder", bool, False):
+            raise ModelFileError(
+                f"{self.name} is an encoder of sounds, and orin-chat hears none.",
+                "Leave out --mmproj: the model answers texts.",
+            )
         if kind not in KINDS:
             raise ModelFileError(
                 f"{self.name} has a projector of the type {printable(kind) or 'none'}, which orin-chat does not run.",
@@ -104,7 +110,7 @@ class _Reader(PlaceReader):
         if kind == "resampler" and version == _OLDEST_MINICPM:
             self.named = MINICPM_2_5
         self.dim, self.patch = self.size("embedding_length"), self.size("patch_size")
-        if kind == "deepseekocr":  # its file says those of the encoder that has the stem now
+        if kind in STEMMED:  # its file says those of the encoder that has the stem now
             self.patch = stem_patch(self) * STEM_STRIDE
         if kind == "gemma3nv":
             self.patch = max(1, self.size("image_size") // TOKENS_A_SIDE)
@@ -146,7 +152,7 @@ class _Reader(PlaceReader):
             out, steps = self.projector()
             *earlier, last = self.features or [layers]
             read = len(sublayers) if reduction else 2 * last
-            first = Projector(read, steps, tuple(2 * i for i in earlier), isinstance(stem, Stem))
+            first = Projector(read, steps, tuple(2 * i for i in earlier), self.kind == "deepseekocr")
             projectors = first, *self.later_projectors(layers, out)
         spec = VisionSpec(
             kind=self.named,
@@ -175,6 +181,7 @@ class _Reader(PlaceReader):
             colours_last=self.kind == "youtuvl",
             stem=stem,
             reduction=reduction,
+            own_queries=self.own_queries(),
         )
         if isinstance(stem, Stem):
             self.used.add("v.patch_embd.weight")  # of an encoder without the stem
@@ -197,14 +204,28 @@ class _Reader(PlaceReader):
         return (n, self.dim) if 0 < n <= _MOST_SUMMARIES else (self.dim,)
 
     def stem(self) -> Stem | ConvolutionNet | None:
-        if self.kind == "deepseekocr":
+        if self.kind in STEMMED:
             return read_stem(self, self.size("window_size"))
         return read_net(self, self.size("image_size")) if self.kind == "gemma3nv" else None
 
     def size_rule(self) -> SizeRule:
-        if self.kind != "deepseekocr":
+        if self.kind not in STEMMED:
             return super().size_rule()
         return SizeRule("square", self.patch, stem_side(self) * stem_patch(self))
+
+    def own_queries(self) -> OwnQueries | None:
+        """DeepSeek-OCR 2's, for whole pictures and for tiles."""
+        if self.kind != "deepseekocr2":
+            return None
+        tiles = self.tile_rule()
+        assert tiles
+        sides = {1024: self.size_rule().most, 768: tiles.side}
+        tables = [
+            self.required(f"v.resample_query_{name}.weight", (side // self.patch) ** 2, self.dim)
+            for name, side in sides.items()
+        ]
+        rates = 1e6 ** (-2 * np.arange(self.head_dim // 2) / self.head_dim)
+        return OwnQueries(tuple(tables), tuple(rates.tolist()))
 
     def row_shape(self, name: str, size: int) -> tuple[int, ...]:
         """The shape of a vector, which some files have as a matrix of one row."""
@@ -219,6 +240,16 @@ class _Reader(PlaceReader):
             names = _LINE, "v.view_seperator"
             line, end = (FixedRow(self.required(name, *self.row_shape(name, out))) for name in names)
             return Ends(line, end=end, page=line)
+        if self.kind == "adapter":
+            begin, end = (
+                FixedRow(self.required(f"adapter.{name}", *self.row_shape(f"adapter.{name}", out)))
+                for name in ("boi", "eoi")
+            )
+            return Ends(None, begin, end)
+        if self.kind == "deepseekocr2":
+            name = "v.view_seperator"
+            rows = self.size_rule().most // self.patch
+            return Ends(end=FixedRow(self.required(name, *self.row_shape(name, out))), ended=rows)
         if self.kind == "granite4_vision":
             return Ends(page=FixedRow(self.required(_LINE, *self.row_shape(_LINE, out))))
         if self.kind != "hunyuanvl":
@@ -301,9 +332,8 @@ class _Reader(PlaceReader):
 
     def attention(self, prefix: str, windowed: bool) -> PatchAttention:
         dim, order = self.dim, self.order
-        kv_heads = (
-            self.size("attention.head_count_kv", self.heads) if self.kind == "exaone4_5" else self.heads
-        )
+        has_fewer = self.kind in ("exaone4_5", "deepseekocr2")
+        kv_heads = self.size("attention.head_count_kv", self.heads) if has_fewer else self.heads
         if kv_heads > self.heads or self.heads % kv_heads:
             raise damaged(self.file.path, f"{self.heads} heads share {kv_heads} heads of keys")
         of_keys = kv_heads * self.head_dim

@@ -42,11 +42,13 @@ def test_every_kind_is_read(kind, tmp_path):
         "nemotron_v2_vl",
         "hunyuanvl",
         "deepseekocr",
+        "deepseekocr2",
         "minicpmv4_6",
         "granite4_vision",
+        "adapter",
     )
     with_class = "internvl", "mlp", "llama4", "deepseekocr"
-    assert bool(spec.stem) == (kind in ("deepseekocr", "gemma3nv"))
+    assert bool(spec.stem) == (kind in ("deepseekocr", "deepseekocr2", "gemma3nv"))
     assert bool(spec.rotations) == (kind not in of_places and bool(attention))
     assert bool(spec.tiles) == (
         kind
@@ -57,12 +59,24 @@ def test_every_kind_is_read(kind, tmp_path):
             "resampler",
             "llama4",
             "deepseekocr",
+            "deepseekocr2",
             "minicpmv4_6",
             "granite4_vision",
         )
     )
     assert spec.summary_rows == {"nemotron_v2_vl": 3}.get(kind, int(kind in with_class))
     assert [a for a in attention if a.o.inputs] == (attention if kind == "gemma4v" else [])
+
+
+def test_an_encoder_of_sounds_is_named(tmp_path):
+    writer = gguf.GGUFWriter(str(tmp_path / "mmproj-sounds.gguf"), "clip")
+    writer.add_bool("clip.has_audio_encoder", True)
+    writer.add_string("clip.audio.projector_type", "voxtral")
+    for write in writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file:
+        write()
+    writer.close()
+    with pytest.raises(ModelFileError, match=r"mmproj-sounds\.gguf is an encoder of sounds"):
+        read_vision(GGUF(tmp_path / "mmproj-sounds.gguf"))
 
 
 def test_a_projector_may_read_several_layers(tmp_path):

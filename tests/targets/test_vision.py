@@ -10,6 +10,7 @@ from PIL import ImageOps
 from engine.description import encoder_input
 from engine.description.encoder_input import layout, resized
 from engine.description.encoder_kinds import KINDS
+from engine.description.stem_reader import STEMMED
 from engine.description.vision_reader import read_vision
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
@@ -62,6 +63,7 @@ OTHERS = [
     rarely("pixtral", {"merged": False}),
     *(rarely(kind, {}) for kind in ("lightonocr", "dots_ocr", "paddleocr", "kimivl", "lfm2")),
     rarely("glm4v", {}),
+    rarely("adapter", {}),
     ("minicpmv4_6", {"side": 64}),
     ("hunyuanvl", {}),
     rarely("mlp", {"side": 150}),
@@ -113,6 +115,7 @@ def test_embeddings_are_those_of_the_description(kind, how, target, tmp_path, mo
     [
         ("internvl", {"normed": True}, (16, 16)),
         ("deepseekocr", {"side": 128}, (190, 100)),
+        ("deepseekocr2", {"side": 128}, (190, 100)),
         ("granite4_vision", {}, (60, 40)),
     ],
 )
@@ -192,7 +195,7 @@ def test_a_picture_of_one_row_is_made_square_within_bounds(tmp_path, monkeypatch
 
 
 @thorough
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"deepseekocr", "granite4_vision"}))
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {*STEMMED, "granite4_vision"}))
 def test_the_memory_that_a_cpu_needs_is_known(kind, tmp_path):
     encoder = open_encoder(generated_encoder.write(tmp_path / "e.gguf", kind), CPUEncoder)
     taken = sum(view(buffer).nbytes for buffer in encoder._kernels.buffers)

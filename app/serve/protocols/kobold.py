@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 
 from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd
 from app.serve.http import COMMENTED, Framing
 from app.serve.protocols.common.formats import grammar_of
+from app.serve.protocols.common.pictures import without_pictures
 from app.serve.protocols.common.reply import Asked, Json, Reply
 from app.serve.protocols.common.requests import MAX_BIAS, MAX_STOPS, Body, generate
 from app.serve.service import Service
@@ -26,6 +28,7 @@ class KoboldBody(msgspec.Struct, kw_only=True):
 
     prompt: str = ""
     memory: str = ""
+    images: list[Any] | None = None
     max_length: int | None = None
     max_context_length: int | None = None
     temperature: float | None = None
@@ -68,6 +71,8 @@ def stream_asked(body: KoboldBody, service: Service) -> Asked:
 
 
 def _asked(body: KoboldBody, service: Service, *, is_streamed: bool) -> Asked:
+    if body.images:
+        raise without_pictures("images")
     limit = max(_LIMIT if body.max_length is None else body.max_length, 1)
     bias = {id: max(min(value, MAX_BIAS), -MAX_BIAS) for id, value in (body.logit_bias or {}).items()}
     asked = Body(

@@ -13,6 +13,7 @@ from app.serve.line_ends import LineEnds
 from app.serve.protocols.common import logprobs
 from app.serve.protocols.common.figures import timings
 from app.serve.protocols.common.formats import grammar_of
+from app.serve.protocols.common.pictures import without_pictures
 from app.serve.protocols.common.reply import Asked, Json, Reply
 from app.serve.protocols.common.requests import MAX_LOGPROBS, Body, generate, variants
 from app.serve.protocols.completions import MAX_PROMPTS, ends_of_fill_in, fill_in
@@ -59,10 +60,13 @@ class CompletionBody(LlamaBody, kw_only=True):
     """`prompt`: a text, a list of token ids and texts, or a list of several prompts."""
 
     prompt: str | list[str | int | list[str | int] | PromptText] | PromptText
+    image_data: list[Any] | None = None
 
 
 def completion_asked(body: CompletionBody, service: Service) -> Asked:
     """May take as long as its texts are. Raises ApiError."""
+    if body.image_data:
+        raise without_pictures("image_data")
     return _asked(body, _prompts(body.prompt, service.file.tokenizer), service)
 
 
@@ -124,7 +128,7 @@ def _prompt(given: Any, tokenizer: Tokenizer) -> RawText | TokenIds:
             return RawText(text=given, special=True)
         case PromptText():
             if given.multimodal_data:
-                raise wrong("Pictures go to chats: this path takes texts and tokens.", "prompt")
+                raise without_pictures("prompt")
             return RawText(text=given.prompt_string, special=True)
         case list():
             if not all(isinstance(part, int | str) for part in given):

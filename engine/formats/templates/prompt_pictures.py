@@ -127,6 +127,8 @@ PICTURE_MARKS = {
         "<|begin_of_image|><|image|><|end_of_image|>", "<|begin_of_image|>", "<|end_of_image|>"
     ),
     "deepseekocr": PictureMarks("<image>", after="\n"),
+    "deepseekocr2": PictureMarks("<image>", after="\n"),
+    "adapter": PictureMarks("<|begin_of_image|>" * 578),
     "muse-glimmer": PictureMarks("<|patch|>", "<|image_start|>", "<|image_end|>"),
     "exaone4_5": PictureMarks("<vision><|image_pad|></vision>", "<vision>", "</vision>"),
     "hunyuanvl": PictureMarks(

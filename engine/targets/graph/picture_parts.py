@@ -79,7 +79,8 @@ class Parts:
     def attention(
         self, a: PatchAttention, x: Tensor, turns: Sequence[Tensor], hidden: Tensor, windows: Tensor | None
     ) -> Tensor:
-        """`turns`: cosines and sines. `hidden`: added to the scores of keys (patches,). `windows`: their numbers."""
+        """`turns`: cosines and sines. `hidden`: added to the scores of keys (patches,), or of queries and keys.
+        `windows`: their numbers."""
         n: int = x.shape[0]
 
         def heads(linear: Linear, norm: Norm | None, is_turned: bool) -> Tensor:
@@ -105,7 +106,8 @@ class Parts:
             at_once //= 2
         parts = []
         for i in range(0, n, at_once):
-            scores = q[:, i : i + at_once].matmul(k.transpose(1, 2), dtype=dtypes.float32) * a.scale + hidden
+            own = hidden if hidden.ndim == 1 else hidden[i : i + at_once]
+            scores = q[:, i : i + at_once].matmul(k.transpose(1, 2), dtype=dtypes.float32) * a.scale + own
             if windows is not None:
                 apart = windows[i : i + at_once].reshape(-1, 1) != windows.reshape(1, -1)
                 scores = apart.where(-np.inf, scores)

@@ -16,7 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Device, Tensor, TinyJit, dtypes
 
-from engine.description.encoder_input import Grid, as_page, encoder_input, row_by_row, waves, with_ends
+from engine.description.encoder_input import (
+    Grid,
+    as_page,
+    encoder_input,
+    queries_of,
+    row_by_row,
+    waves,
+    with_ends,
+)
 from engine.description.vision import (
     ConvolutionNet,
     PatchAttention,
@@ -51,6 +59,7 @@ class GraphEncoder:
         on_host = {
             spec.summary,
             spec.positions and spec.positions.table,
+            *(spec.own_queries.tables if spec.own_queries else ()),
             *(row.vector for row in self._fixed),
         }
         vectors = {v: Tensor(data).realize() for v, data in self._host.items() if v not in on_host}
@@ -94,24 +103,32 @@ class GraphEncoder:
         spec = self.spec
         grid = Grid.of(spec, rgb.shape[1], rgb.shape[0])
         of = encoder_input(spec, rgb, self._host.__getitem__)
-        n = len(of.patches)
+        n = first_read = len(of.patches)
+        queries, cos, sin, mask = None, of.cos, of.sin, None
+        if spec.own_queries:
+            queries, cos, sin, mask = queries_of(spec.own_queries, spec.dim, n, self._host.__getitem__)
+            n *= 2
         before = self._before.count if self._before else 0
         total = before + len(spec.sublayers) + 1
         of_windows = any(isinstance(step, WindowQueries) for step in spec.projector_steps)
         size = _size_of(n, (spec.merge * spec.window if of_windows else spec.merge) ** 2)
-        others = [_filled(a, size) for a in (of.cos, of.sin) if a is not None]
+        others = [_filled(a, size) for a in (cos, sin) if a is not None]
         hidden = np.where(np.arange(size) < n, 0, -np.inf).astype(np.float32)
+        if mask is not None:
+            hidden = np.tile(hidden, (size, 1))
+            hidden[:n, :n] = mask
         others.append(Tensor(hidden).realize())
         if of.windows is not None:
             others.append(Tensor(np.pad(of.windows[:, 0], (0, size - n), "edge")).realize())
         if self._before:
             patches = yield from self._before.run(grid.rows, of.patches, total, self._captured)
+            patches = patches.cat(Tensor(queries)) if queries is not None else patches
             stem = patches.pad(((0, size - patches.shape[0]), (0, 0))).contiguous().realize()
             of_stem, first = [stem], [stem]
         else:
             of_stem, first = [], [_filled(of.patches, size)]
         first += [_filled(of.added, size)] if of.added is not None else []
-        is_embedded = not isinstance(spec.stem, ConvolutionNet)
+        is_embedded = not isinstance(spec.stem, ConvolutionNet) and not spec.own_queries
         x = self._captured(size, "embed", self._embed)(*first) if is_embedded else first[0]
         tokens, parts = spec.queries or grid.rows * grid.columns, dict[Projector, Floats]()
         of_keys = [Tensor(hidden).realize(), _filled(waves(grid, spec.out), size)] if spec.queries else []
@@ -137,7 +154,8 @@ class GraphEncoder:
                 ]
                 run = partial(self._project, projector, len(others_of))
                 project = self._captured(size, shape_of(replace(projector, sublayers=0)), run)
-                parts[projector] = project(x, *others_of, *self._all.of(projector)).numpy()[:tokens]
+                made = project(x, *others_of, *self._all.of(projector)).numpy()
+                parts[projector] = made[first_read:][:tokens] if spec.own_queries else made[:tokens]
         joined = np.concatenate([parts[projector] for projector in spec.projectors], axis=1)
         return row_by_row(spec, joined, grid)
 

@@ -17,6 +17,7 @@ async def test_generate(served, model_file):
         "temperature": 0.5,
         "sampler_seed": -1,
     }
+    assert (await client.post("/api/v1/generate", json=asked | {"images": ["AA=="]})).status_code == 400
     body = (await client.post("/api/v1/generate", json=asked)).json()
     [result] = body["results"]
     assert result["text"] == "one," and result["finish_reason"] == "stop"

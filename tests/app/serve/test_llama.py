@@ -65,6 +65,7 @@ async def test_the_forms_of_prompts_and_answers(served, model_file):
     assert engine.requests[6].logit_bias == ((7, 2), *((id, 1) for id in encode("a")))
     for wrong in ([], [[5], {"prompt_string": "a", "multimodal_data": ["AA=="]}], [[[5]]]):
         assert (await ask(prompt=wrong)).status_code == 400
+    assert (await ask(image_data=[{"data": "AA==", "id": 1}])).status_code == 400
     parts = (await ask(stream=True)).text.split("\n\n")
     first = json.loads(parts[0].removeprefix("data: "))
     assert first["tokens"] == [0] and first["tokens_predicted"] == 1 and first["tokens_evaluated"] == 96

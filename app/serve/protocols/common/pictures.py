@@ -81,6 +81,11 @@ def from_source(source: Any, param: str) -> Picture:
     raise wrong(f"There is no picture: a source is of the type base64. {NOTHING_ELSE}", param)
 
 
+def without_pictures(param: str) -> ApiError:
+    """The error for pictures that are sent to a path of plain prompts."""
+    return wrong("Pictures go to chats: this path takes texts and tokens.", param)
+
+
 def unseen(model: str) -> ApiError:
     """The error for pictures that are sent to a model that sees none."""
     return wrong(
