@@ -229,8 +229,10 @@ class Conversations:
     def _pasted(self) -> str:
         """A longer pasted text with a request, as "summarize this"."""
         rng, pasted = self._rng, self._grammar["pasted"]
-        sentences = self._made_up(rng.randrange(2, 12))
-        text = (" " if rng.random() < 0.6 else "\n").join(sentences)
+        if rng.random() < 0.3:
+            text = self._project_text()[1]
+        else:
+            text = (" " if rng.random() < 0.6 else "\n").join(self._made_up(rng.randrange(2, 12)))
         request = rng.choice(pasted["requests"])
         return f"{text}\n\n{request}" if rng.random() < 0.6 else f"{request}\n\n{text}"
 
@@ -238,9 +240,7 @@ class Conversations:
         """A question about a file that goes along, as the chat sends it: lines of this project, or made up."""
         rng, files = self._rng, self._grammar["files"]
         if rng.random() < 0.6:
-            name, lines = rng.choice(_project_files())
-            first, count = rng.randrange(len(lines)), rng.choice((1, 4, 10, 25, 60, 120))
-            text = "\n".join(lines[first : first + count])[: rng.choice((300, 1000, 2500, 5000))]
+            name, text = self._project_text()
         else:
             name = self._wording.phrase(rng.choice(files["names"]), rng)
             text = "\n".join(self._made_up(rng.choice((1, 1, 2, 3, 6, 12))))
@@ -248,6 +248,13 @@ class Conversations:
         slots = {"file": (f"@{name}", "this file")}
         request = self._wording.typed(self._wording.phrase(rng.choice(asked), rng, slots), rng, plain=True)
         return f"{name}:\n```\n{text}\n```\n\n{request}"
+
+    def _project_text(self) -> tuple[str, str]:
+        """The name of one of the project's files, and some of its lines."""
+        rng = self._rng
+        name, lines = rng.choice(_project_files())
+        first, count = rng.randrange(len(lines)), rng.choice((1, 4, 10, 25, 60, 120))
+        return name, "\n".join(lines[first : first + count])[: rng.choice((300, 1000, 2500, 5000))]
 
     def _made_up(self, count: int) -> list[str]:
         """Sentences about things in the world."""
