@@ -134,6 +134,14 @@ ARCHITECTURES: dict[str, Parts] = {
         fused=True, keys={"rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.2}
     ),
     "gemma3": GEMMA.but(WINDOW),
+    "plamo2": Parts(
+        scan=True,
+        head_scan=True,
+        fused=True,
+        norms="heads",
+        norms_after=True,
+        keys=SCAN | {"ssm.time_step_rank": 4, "ssm.group_count": 0},
+    ),
     "plamo3": GEMMA.but(
         SWA | {"attention.sliding_window_pattern": [True, False] * 32, "rope.freq_base_swa": 500.0},
         fused=True,

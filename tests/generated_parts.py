@@ -13,25 +13,26 @@ Keys = Mapping[str, int | float | str | Sequence[int]]
 @dataclass(frozen=True)
 class Parts:
     """What an architecture's files have beyond llama's. `architecture`: its name, if files of it differ. `norms`: those
-    of queries and keys, over a "head", over "all", or LayerNorms of "heads" with weights of their own. `biases`: of
-    "qkv", or of all matrices of a layer. `renamed`: ffn_norm is called post_attention_norm. `delta`: gated delta nets
-    in the layers without attention, which has a gate; `fused_delta`: their beta and alpha are one matrix. `conv`,
-    `mamba`, `scan` or `keyed`: every other layer is a short convolution, a Mamba 2 layer, a Mamba layer or a delta net
-    with decays of keys. `shared`: a shared expert, `ungated`: without a gate. `every_expert`: of so many layers, the
-    last has experts. `choice_bias`: of the choice of experts. `layer_norms`: with "biases" or without ("plain").
-    `feed_forward`: "ungated", or with "gated biases", and "beside" attention, without a norm of its own. `lone`: a
-    layer is a Mamba 2 layer, a feed-forward layer or attention, by these letters in turns. `mamba_beside`: attention
-    has a Mamba 2 layer beside it. `latent`: latent attention, with the matrices of keys and values "apart" or
-    "together". `layers`: those after the second have no keys and values of their own, and a token gives each layer 32
-    numbers. `streams`: besides, there are four streams (AltUp), and a matrix of a low rank beside attention. `beside`:
-    experts are beside a feed-forward layer, and full attention has keys as values. `scaled`: layers have a scale, and
-    attention has none. `positions`: these are added to the embeddings. `first_norm`: one of the embeddings, in place of
-    the first layer's, `embedding_norm`: one beside that. `partial`: layers have attention and a feed-forward layer (L),
-    or one of these (A, F), in turns. `halved`: feed-forward layers are half as wide as the metadata say. `sub_norms`:
-    before the last product of a sublayer. `gated`: attention has a gate, of "elements" or of "heads". `connections`:
-    four streams that sublayers read the mean of, hashes of tokens, and indexers. `mixing`: of times, as in RWKV 7, with
-    LayerNorms of channels too. `normed_after`: norms come after the sums, as those of BERT, also one after the
-    embeddings, to which the type of a token is added.
+    of queries and keys, over a "head", over "all", or of "heads" with weights of their own. `biases`: of "qkv", or of
+    all matrices of a layer. `renamed`: ffn_norm is called post_attention_norm. `delta`: gated delta nets in the layers
+    without attention, which has a gate; `fused_delta`: their beta and alpha are one matrix. `conv`, `mamba`, `scan` or
+    `keyed`: every other layer is a short convolution, a Mamba 2 layer, a Mamba layer or a delta net with decays of
+    keys. `head_scan`: heads of a Mamba layer have a step, a decay and a skip each. `shared`: a shared expert,
+    `ungated`: without a gate. `every_expert`: of so many layers, the last has experts. `choice_bias`: of the choice of
+    experts. `layer_norms`: with "biases" or without ("plain"). `feed_forward`: "ungated", or with "gated biases", and
+    "beside" attention, without a norm of its own. `lone`: a layer is a Mamba 2 layer, a feed-forward layer or
+    attention, by these letters in turns. `mamba_beside`: attention has a Mamba 2 layer beside it. `latent`: latent
+    attention, with the matrices of keys and values "apart" or "together". `layers`: those after the second have no keys
+    and values of their own, and a token gives each layer 32 numbers. `streams`: besides, there are four streams
+    (AltUp), and a matrix of a low rank beside attention. `beside`: experts are beside a feed-forward layer, and full
+    attention has keys as values. `scaled`: layers have a scale, and attention has none. `positions`: these are added to
+    the embeddings. `first_norm`: one of the embeddings, in place of the first layer's, `embedding_norm`: one beside
+    that. `partial`: layers have attention and a feed-forward layer (L), or one of these (A, F), in turns. `halved`:
+    feed-forward layers are half as wide as the metadata say. `sub_norms`: before the last product of a sublayer.
+    `gated`: attention has a gate, of "elements" or of "heads". `connections`: four streams that sublayers read the mean
+    of, hashes of tokens, and indexers. `mixing`: of times, as in RWKV 7, with LayerNorms of channels too.
+    `normed_after`: norms come after the sums, as those of BERT, also one after the embeddings, to which the type of a
+    token is added.
     `keys`: metadata, without the architecture; they are such that every part counts within 100 tokens."""
 
     architecture: str = ""
@@ -49,6 +50,7 @@ class Parts:
     conv: bool = False
     mamba: bool = False
     scan: bool = False
+    head_scan: bool = False
     layer_norms: str = ""
     feed_forward: str = ""
     lone: str = ""

@@ -193,7 +193,7 @@ class Tensors:
         elif parts.conv and is_even:
             self.short_conv(f"{prefix}shortconv.")
         elif parts.scan and is_even:
-            self.scan(prefix)
+            (self.head_scan if parts.head_scan else self.scan)(prefix)
         elif parts.mamba and is_even and not parts.mamba_beside:
             self.mamba(prefix)
         elif kind != "F":
@@ -208,7 +208,7 @@ class Tensors:
             usual = "attn_output_norm" if self.architecture == "dbrx" else "ffn_norm"
             self.norm(prefix + ("post_attention_norm" if parts.renamed else usual))
         if parts.norms_after:
-            suffix = "" if self.architecture == "plamo3" else ".weight"
+            suffix = "" if self.architecture.startswith("plamo") else ".weight"
             for name in "post_attention_norm", "post_ffw_norm":
                 self.vector(f"{prefix}{name}{suffix}", self._dim, 1.0)
 
@@ -340,6 +340,22 @@ class Tensors:
         self.numbers(
             prefix + "ssm_norm.weight", 1 + 0.1 * self.rng.standard_normal((groups, width // groups))
         )
+
+    def head_scan(self, prefix: str) -> None:
+        width, size, heads = (
+            self.metadata[f"ssm.{key}"] for key in ("inner_size", "state_size", "time_step_rank")
+        )
+        rank = max(64, self._dim // 16)
+        self.matrix(prefix + "ssm_in", 2 * width, self._dim)
+        self.matrix(prefix + "ssm_x", rank + 2 * size, width)
+        self.matrix(prefix + "ssm_dt", heads, rank)
+        self.matrix(prefix + "ssm_out", self._dim, width)
+        self.taps(prefix + "ssm_conv1d.weight", width, "ssm.conv_kernel")
+        self.vector(prefix + "ssm_dt.bias", heads, -3.0, 1.0)
+        self.numbers(prefix + "ssm_a", -self.rng.uniform(0.2, 4, heads))
+        self.vector(prefix + "ssm_d", heads, 0.0, 1.0)
+        for name, n in ("dt", rank), ("b", size), ("c", size):
+            self.vector(f"{prefix}ssm_{name}_norm", n, 1.0)
 
     def scan(self, prefix: str) -> None:
         width, size, rank = (

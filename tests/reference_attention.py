@@ -103,8 +103,8 @@ class AttentionReference(ReferenceWeights):
     def _heads(self, part: Attention, x: Floats, norm: Vector | None) -> Floats:
         """(n, heads * head_dim) -> (n, heads, head_dim), normed over a head or over all of them."""
         split = x.shape[0], -1, part.head_dim
-        if norm and part.layer_norms:
-            heads = centred(x.reshape(split))
+        if norm and part.own_norms:
+            heads = centred(x.reshape(split)) if part.layer_norms else x.reshape(split)
             lengths = np.sqrt((heads * heads).mean(-1, keepdims=True) + np.float32(self.spec.eps))
             return np.asarray(heads / lengths * self._vector(norm).reshape(-1, part.head_dim))
         if norm and norm.size != part.head_dim:

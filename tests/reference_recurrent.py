@@ -120,12 +120,14 @@ class RecurrentReference(ReferenceWeights):
 
     def _scan(self, part: SelectiveScan, h: Floats) -> Floats:
         n, eps = len(h), self.spec.eps
-        u = self._convolved(self._product(h, part.channels), part.conv) + self._vector(part.conv_bias)
+        u = self._convolved(self._product(h, part.channels), part.conv)
+        u = u + self._vector(part.conv_bias) if part.conv_bias else u
         u = u * sigmoid(u)
         low = self._normed(self._product(u, part.low), part.low_norm, eps)
         b = self._normed(self._product(u, part.b), part.b_norm, eps)
         c = self._normed(self._product(u, part.c), part.c_norm, eps)
-        dt = np.logaddexp(0, self._product(low, part.step, part.step_bias)).astype(np.float32)
+        dt = np.repeat(self._product(low, part.step), part.width // part.step.rows, -1)
+        dt = np.logaddexp(0, dt + self._vector(part.step_bias)).astype(np.float32)
         decay, skip = self._vector(part.decay).reshape(part.width, part.size), self._vector(part.skip)
         state, y = np.zeros((part.width, part.size), np.float32), np.empty_like(u)
         for t in range(n):

@@ -58,8 +58,8 @@ class ReferenceWeights:
     def _vector(self, vector: Vector) -> Floats:
         if not vector.tensor:
             return np.full(vector.size, vector.factor, np.float32)
-        values = self._tensors[vector.tensor].reshape(-1)[vector.first : vector.first + vector.size]
-        return values * np.float32(vector.factor)
+        values = self._tensors[vector.tensor].reshape(-1)[vector.first :][: vector.size // vector.each]
+        return np.repeat(values, vector.each) * np.float32(vector.factor)
 
     def _product(self, x: Floats, weight: Weight, bias: Vector | None = None) -> Floats:
         y = x @ self._matrix(weight).T

@@ -42,8 +42,8 @@ class Attention(Operator):
     multiple of the window on. Queries that are not `tempered` do not grow with their position
     (`ModelSpec.temperature`). With `slopes`, one for each head, slope * distance of the two tokens is taken off a score
     (ALiBi). With a `limit`, queries, keys and values are cut to -limit to limit. A `result_norm` norms what all heads
-    give together, before the output projection. If norms are `layer_norms`, they take the mean off each head, and each
-    head has weights of its own. `sinks`: for each head a score that joins those of the keys, unscaled, and whose value
+    give together, before the output projection. With `own_norms`, each head has weights of its own; `layer_norms` also
+    take the mean off each head. `sinks`: for each head a score that joins those of the keys, unscaled, and whose value
     is zero. `gate`: the result is multiplied by sigmoid(gate x) before the output projection, or by softplus(gate x) if
     it is so `gating`; if that has a number for each head, by those. An `indexer` chooses the tokens to attend to.
     Values are times `value_factor`.
@@ -83,6 +83,7 @@ class Attention(Operator):
     tempered: bool = True
     slopes: tuple[float, ...] = ()
     limit: float = 0.0
+    own_norms: bool = False
     layer_norms: bool = False
     result_norm: Vector | None = None
     gating: Literal["sigmoid", "softplus"] = "sigmoid"
@@ -132,7 +133,7 @@ class Attention(Operator):
     def has_norms_over_heads(self) -> bool:
         """Whether queries or keys are normed over all heads together."""
         norms = (norm for norm in (self.q_norm, self.k_norm) if norm)
-        return not self.layer_norms and any(norm.size != self.head_dim for norm in norms)
+        return not self.own_norms and any(norm.size != self.head_dim for norm in norms)
 
     @property
     def roles(self) -> Roles:

@@ -88,7 +88,7 @@ class AttentionReader(HeadReader):
             tempered=self.family.tempered_full is None or window == 0,
             slopes=self.slopes(heads.count),
             limit=self.number("attention.clamp_kqv", 0.0),
-            layer_norms=tensors.has_layer_norms,
+            own_norms=tensors.has_own_norms, layer_norms=tensors.has_own_norms and self.family.layer_norms,
             result_norm=self.vector(f"{prefix}attn_sub_norm.weight", tensors.sizes["q"]),
             value_factor=self.number("attention.value_scale", 1.0) or 1.0,
             gating="softplus" if self.family.softplus_gates else "sigmoid",
@@ -225,7 +225,7 @@ class _Tensors:
         self._is_gated = family.gated_attention
         self._in_file = self.sizes | {"q": 2 * self.sizes["q"]} if self._is_gated else self.sizes
         q_norm = reader.file.tensors.get(f"{prefix}attn_q_norm.weight")
-        self.has_layer_norms = family.layer_norms and q_norm is not None and len(q_norm.shape) > 1
+        self.has_own_norms = q_norm is not None and len(q_norm.shape) > 1
         self._has_unit_norms = family.unit_norms and is_rotated and not reader.is_unnormed
 
     @property
@@ -256,7 +256,7 @@ class _Tensors:
         reader, heads, tensor = self._reader, self._heads, f"{self._prefix}attn_{x}_norm.weight"
         if self._has_unit_norms:
             return Vector("", heads.dim)
-        if self.has_layer_norms and reader.has(tensor):
+        if self.has_own_norms and reader.has(tensor):
             norm = reader.required(tensor, self.sizes[x] // heads.dim, heads.dim)
             return replace(norm, order=heads.order)
         is_over_heads = reader.has(tensor) and reader.file.tensors[tensor].shape != (heads.dim,)

@@ -87,7 +87,9 @@ class Family:
     recurrent_beside: bool = False
     normed_after: bool = False
     both_ways: bool = False
-    recurrent: Literal["delta net", "keyed delta net", "short conv", "mamba", "scan"] = "delta net"
+    recurrent: Literal["delta net", "keyed delta net", "short conv", "mamba", "scan", "head scan"] = (
+        "delta net"
+    )
     gated_attention: bool = False
     sigmoid_delta: bool = False
     unscaled_attention: bool = False
@@ -295,6 +297,7 @@ ARCHITECTURES: Mapping[str, Family] = {
     "bailingmoe3": Family(
         interleaved=True, recurrent="keyed delta net", renormalised=False, scoring="sigmoid"
     ),
+    "plamo2": Family(recurrent="head scan"),
     "plamo3": Family(full_attention_every=8, plain_windows=True, window_base=1e4),
     "rwkv7": Family(layer_norms=True),
     "arwkv7": Family(),

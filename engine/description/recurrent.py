@@ -202,7 +202,8 @@ class SelectiveScan(Recurrent):
 
     With a state S (size, width), a token computes S = exp(decay * dt) S + B (dt u)^T;  y = S^T C + `skip` u, where
     `decay` has a number for each element of S, channel by channel. The result is `out` (y * silu(`gate` x)). A sequence
-    keeps the S, and the last taps - 1 inputs of the convolution."""
+    keeps the S, and the last taps - 1 inputs of the convolution. With `heads`, the channels of a head have the same dt,
+    and `step` has a row for each head."""
 
     channels: Weight
     gate: Weight
@@ -213,7 +214,7 @@ class SelectiveScan(Recurrent):
     out: Weight
     conv: Vector
     """Channel by channel its taps."""
-    conv_bias: Vector
+    conv_bias: Vector | None
     low_norm: Vector | None
     b_norm: Vector | None
     c_norm: Vector | None
@@ -222,6 +223,7 @@ class SelectiveScan(Recurrent):
     skip: Vector
     size: int
     taps: int
+    heads: int = 0
     words = "Mamba layers"
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -53,6 +54,8 @@ class RecurrentReader(HeadReader):
                 return self.mamba(prefix)
             case "scan":
                 return self.scan(prefix)
+            case "head scan":
+                return self.head_scan(prefix)
 
     def scan(self, prefix: str) -> SelectiveScan:
         """A Mamba layer of the first kind."""
@@ -83,6 +86,45 @@ class RecurrentReader(HeadReader):
             step_bias=self.required(f"{prefix}ssm_dt.bias", width),
             decay=self.required(f"{prefix}ssm_a", width, size),
             skip=self.required(f"{prefix}ssm_d", width), size=size, taps=taps,
+        )  # fmt: skip
+
+    def head_scan(self, prefix: str) -> SelectiveScan:
+        """A Mamba layer whose heads have a step, a decay and a skip each (PLaMo 2). In ssm_in, the gates of a head come
+        before its channels, and in ssm_x, B and C before what steps are made of."""
+        width, heads, size, taps = (
+            *(self.size(f"ssm.{key}") for key in ("inner_size", "time_step_rank", "state_size")),
+            self.taps("ssm.conv_kernel"),
+        )
+        if width % heads:
+            raise damaged(self.file.path, f"it has {heads} heads of {width} channels")
+        dim, of_head = self.dim, width // heads
+        step = self.file.tensors.get(f"{prefix}ssm_dt.weight")
+        rows = size, size, step.shape[-1] if step else 1
+        gate, channels = (
+            self.weight(f"{prefix}ssm_in", width, dim, first, 2 * width, every=2 * of_head, run=of_head)
+            for first in (0, of_head)
+        )
+        b, c, low = (
+            self.weight(f"{prefix}ssm_x", n, width, first, sum(rows))
+            for n, first in zip(rows, accumulate(rows, initial=0), strict=False)
+        )
+
+        def norm(x: str, n: int) -> Vector | None:
+            bare = f"{prefix}ssm_{x}_norm"  # PLaMo's files have names without ".weight"
+            return self.vector(bare if self.has(bare) else f"{bare}.weight", n)
+
+        def of_heads(tensor: str, each: int) -> Vector:
+            return replace(self.required(f"{prefix}{tensor}", heads), size=heads * each, each=each)
+
+        return SelectiveScan(
+            channels=channels, gate=gate, low=low, b=b, c=c,
+            step=self.weight(f"{prefix}ssm_dt", heads, rows[2]),
+            out=self.weight(f"{prefix}ssm_out", dim, width),
+            conv=self.required(f"{prefix}ssm_conv1d.weight", width, taps),
+            conv_bias=self.vector(f"{prefix}ssm_conv1d.bias", width),
+            low_norm=norm("dt", rows[2]), b_norm=norm("b", size), c_norm=norm("c", size),
+            step_bias=of_heads("ssm_dt.bias", of_head), decay=of_heads("ssm_a", of_head * size),
+            skip=of_heads("ssm_d", of_head), size=size, taps=taps, heads=heads,
         )  # fmt: skip
 
     def mamba(self, prefix: str) -> Mamba:

@@ -85,13 +85,14 @@ class Weight:
 @dataclass(frozen=True)
 class Vector:
     """Floats of a tensor of the file: `size` from `first` on, reordered if they are those of heads, times `factor`.
-    Without a tensor ("") they are ones, times that."""
+    Without a tensor ("") they are ones, times that. Each number of the tensor stands for so many in turn as `each`."""
 
     tensor: str
     size: int
     first: int = 0
     order: HeadOrder | None = None
     factor: float = 1.0
+    each: int = 1
 
 
 Roles = dict[KernelRole, tuple[Weight | None, ...]]

@@ -178,7 +178,8 @@ class FileWeights:
             values = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
         else:
             values = data.view(np.float32 if info.type == 0 else np.float16).astype(np.float32)
-        values = values[vector.first : vector.first + vector.size]
+        values = values[vector.first : vector.first + vector.size // vector.each]
+        values = np.repeat(values, vector.each) if vector.each > 1 else values
         if vector.order:
             values = vector.order.apply(values)
         return values * np.float32(vector.factor)

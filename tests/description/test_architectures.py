@@ -89,7 +89,7 @@ def test_all_that_a_file_holds_is_described_once(path_of, architecture):
     assert runs.keys() == matrices
     read_vectors = [vector for vector in spec.vectors() if vector.tensor]
     for vector in read_vectors:
-        runs.setdefault(vector.tensor, []).append((vector.first, vector.first + vector.size))
+        runs.setdefault(vector.tensor, []).append((vector.first, vector.first + vector.size // vector.each))
     assert runs.keys() == held.keys()
     for name, parts in runs.items():
         firsts, ends = zip(*sorted(parts), strict=True)
@@ -99,7 +99,7 @@ def test_all_that_a_file_holds_is_described_once(path_of, architecture):
     in_file = sum(weight.n_bytes for weight in weights if not weight.transposed)
     in_file += sum(info.n_bytes * rows // info.shape[0] for info, rows in of_rows)
     assert in_file == sum(held[name].n_bytes for name in matrices)
-    assert sum(4 * vector.size for vector in read_vectors) == sum(
+    assert sum(4 * (vector.size // vector.each) for vector in read_vectors) == sum(
         info.n_bytes for name, info in held.items() if name not in matrices
     )
 

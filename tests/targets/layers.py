@@ -23,6 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral3 F32": {"architecture": "mistral3", "quant": "F32"},
     "phi3 Q8_0, 12 of 16 rotated": {"architecture": "phi3", "rotated": 12},
     "gemma3 Q8_0": {"architecture": "gemma3", "layers": 3},
+    "plamo2 F32": {"architecture": "plamo2", "quant": "F32"},
     "plamo3 F32": {"architecture": "plamo3", "quant": "F32"},
     "gemma4 F32, rope factors": {"architecture": "gemma4", "quant": "F32", "layers": 4, "rope_factors": True},
     "gemma4 Q8_0 with experts": {"architecture": "gemma4-moe"},

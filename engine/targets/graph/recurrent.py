@@ -96,13 +96,16 @@ class RecurrentLayers(Parts):
         n, v, o, step, states = cast(int, x.shape[0]), self._vectors, operator, run.step, next(run.states)
         before, inputs = states.of(step.sequence)
         u, inputs = convolved(self._product(o.channels, x), v[o.conv], inputs, step.used)
-        u = (u + v[o.conv_bias]).silu().contiguous()
+        u = (u if o.conv_bias is None else u + v[o.conv_bias]).silu().contiguous()
         low, b, c = (self._product(weight, u) for weight in (o.low, o.b, o.c))
         low, b, c = (
             self._norm(y, norm) if norm else y
             for y, norm in zip((low, b, c), (o.low_norm, o.b_norm, o.c_norm), strict=True)
         )
-        dt = self._product(o.step, low, o.step_bias).softplus()
+        dt = self._product(o.step, low)
+        if o.heads:
+            dt = dt.unsqueeze(-1).expand(-1, -1, o.width // o.heads).reshape(n, o.width)
+        dt = (dt + v[o.step_bias]).softplus()
         dt = (Tensor.arange(n) < step.used).reshape(n, 1).where(dt, 0.0).unsqueeze(1).contiguous()
         decay = (dt * v[o.decay].reshape(o.width, o.size).transpose()).exp().contiguous()
         added = b.unsqueeze(2) * dt * u.unsqueeze(1)

@@ -239,13 +239,14 @@ class Transformer(
         gate = self._product(operator.gate, x).gelu()
         return self._product(operator.proj, gate * run.of_layers[operator.layer])
 
-    def _heads(self, x: Tensor, n_heads: int, norm: Vector | None, layer_norms: bool = False) -> Tensor:
-        """(n, n_heads * head_dim) -> (n_heads, n, head_dim), normed over a head or over all of them. With `layer_norms`
-        of heads, they are normed so, each with weights of its own."""
+    def _heads(self, x: Tensor, n_heads: int, norm: Vector | None, a: Attention | None = None) -> Tensor:
+        """(n, n_heads * head_dim) -> (n_heads, n, head_dim), normed over a head or over all of them. Heads of `a` may
+        have weights of their own."""
         n, width = x.shape
-        if norm and layer_norms:
+        if norm and a and a.own_norms:
+            heads = x.reshape(n, n_heads, -1).transpose(0, 1)
             own = self._vectors[norm].reshape(n_heads, 1, -1)
-            return normed(centred(x.reshape(n, n_heads, -1).transpose(0, 1)), self.spec.eps) * own
+            return normed(centred(heads) if a.layer_norms else heads, self.spec.eps) * own
         if norm and norm.size == width:
             x = self._norm(x, norm)
         heads = x.reshape(n, n_heads, -1).transpose(0, 1)
@@ -275,7 +276,7 @@ class Transformer(
     def _turned(self, a: Attention, x: Tensor, n_heads: int, norm: Vector | None, step: Step) -> Tensor:
         """Queries or keys of x (n, n_heads * head_dim), normed and rotated: (n_heads, n, head_dim)."""
         if not (norm and a.rotates_first):
-            return self._rotated(self._heads(x, n_heads, norm, a.layer_norms), a.rope, step)
+            return self._rotated(self._heads(x, n_heads, norm, a), a.rope, step)
         return self._norm(self._rotated(self._heads(x, n_heads, None), a.rope, step), norm)
 
     def _rotated(self, x: Tensor, rope: int, step: Step) -> Tensor:

@@ -27,9 +27,9 @@ class HeadLanes:
     the weights of the norms are of rotated elements. `temperature`: whether queries are multiplied by a factor of their
     position. `sinks`: each query head has a score that joins those of the keys, unscaled, and whose value is zero.
     `stored`: without values of their own, the keys before norm and rotation are the values; with nothing, the cache is
-    that of another layer. `value_norm`: values are RMS-normed over a head. If norms are `layer_norms`, they take the
-    mean off a head, and each head has weights of its own. `limit`: what queries, keys and values are cut to, 0 if they
-    are not. `slopes`: what falls off the score of a query head by the distance of the tokens is in a buffer.
+    that of another layer. `value_norm`: values are RMS-normed over a head. With `own_norms`, each head has weights of
+    its own, and `layer_norms` take the mean off a head, too. `limit`: what queries, keys and values are cut to, 0 if
+    they are not. `slopes`: what falls off the score of a query head by the distance of the tokens is in a buffer.
     `turns_tokens`: the tables of angles are by the tokens of the step, not by position. `ahead`: in prompts, a query
     sees up to so many tokens after its own; if it goes `both_ways`, with a window no more than before its own.
 
@@ -65,6 +65,7 @@ class HeadLanes:
     both_ways: bool = False
     rotates_first: bool = False
     chunked: bool = False
+    own_norms: bool = False
     layer_norms: bool = False
     limit: float = 0.0
     slopes: bool = False
@@ -246,7 +247,7 @@ class _Rotation:
     ) -> tuple[UOp, UOp]:
         """n elements of a rotated head from j on, and n from j + half on."""
         h, k, n, half = self.heads, self.k, self.n, self.half
-        first = head * h.dim if h.norms_over_heads or h.layer_norms else 0  # of the head's weights
+        first = head * h.dim if h.norms_over_heads or h.own_norms else 0  # of the head's weights
         a, b = (self.element(at + offset + j, n) for offset in (0, half))
         if weight is not None and h.layer_norms:
             a, b = (v - k.load(self.mean, 0) for v in (a, b))

@@ -22,14 +22,21 @@ from engine.targets.cpu.kernels.step_state import n_tokens, runs_of
 
 @dataclass(frozen=True)
 class ScanSizes:
-    """The sizes of `engine.description.recurrent.SelectiveScan`; `width` is a multiple of `lanes`. Of each sequence a
-    layer keeps the states, float32 (size, width), and the inputs of the convolution that its next token reads, float32
-    (taps - 1, width)."""
+    """The sizes of `engine.description.recurrent.SelectiveScan`; `width` is a multiple of `lanes`, and so is `of_head`,
+    the channels that have the same product of dt, if that is not 1. Of each sequence a layer keeps the states, float32
+    (size, width), and the inputs of the convolution that its next token reads, float32 (taps - 1, width)."""
 
     width: int
     size: int
     taps: int
     lanes: int
+    of_head: int = 1
+
+    @property
+    def steps(self) -> int:
+        """Products of dt of a token, with those that fill the last vector."""
+        count = self.width // self.of_head
+        return -(-count // self.lanes) * self.lanes
 
     @property
     def state_sizes(self) -> tuple[int, ...]:
@@ -89,9 +96,9 @@ def norm_run(n: int, eps: float, lanes: int, tile: int) -> KernelFunction:
 @functools.cache
 def selective_scan(net: ScanSizes, tile: int, rows: bool = False) -> KernelFunction:
     """For each token S = exp(decay dt) S + B (dt u)^T; out = S^T C + skip u. Buffers: out, float32 (tokens, width); the
-    layer's states; the state if tile is more than 1; the slots; u and the products of dt, float32 (tokens, width) each;
-    B and C, float32 (tokens, size) each; the biases of dt, float32 (width,); decay, float32 (size, width); skip,
-    float32 (width,)."""
+    layer's states; the state if tile is more than 1; the slots; u, float32 (tokens, width); the products of dt, float32
+    (tokens, width / of_head); B and C, float32 (tokens, size) each; the biases of dt, float32 (width,); decay, float32
+    (size, width); skip, float32 (width,)."""
     width, size, lanes = net.width, net.size, net.lanes
 
     def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
@@ -111,7 +118,11 @@ def selective_scan(net: ScanSizes, tile: int, rows: bool = False) -> KernelFunct
                 token = run + t
                 at = token * width + channel
                 value = k.vector(u, at)
-                dt = softplus(k, k.vector(steps, at) + k.vector(step_bias, channel))
+                if net.of_head > 1:
+                    product = k.load(steps, token * net.steps + channel // net.of_head)
+                else:
+                    product = k.vector(steps, at)
+                dt = softplus(k, product + k.vector(step_bias, channel))
                 k.store(total, 0, value * k.vector(skip, channel))
                 with k.loop(size) as n:
                     kept = k.exp(dt * k.vector(decay, n * width + channel)) * k.vector(state, n * lanes)
@@ -121,6 +132,6 @@ def selective_scan(net: ScanSizes, tile: int, rows: bool = False) -> KernelFunct
                 k.store(out, at, k.vector(total, 0))
             with k.loop(size) as n:
                 k.store(states, after + n * width, k.vector(state, n * lanes))
-        return k.finish(f"selective_scan_{width}_{size}_{tile}")
+        return k.finish(f"selective_scan_{width}_{size}_{net.of_head}_{tile}")
 
     return kernel

@@ -50,7 +50,7 @@ class AttentionHandler(Handler):
             turns_tokens=bool(loading.pictures and spec.ropes[part.rope].sections),
             ahead=loading.pictures.whole if loading.pictures and part.looks_ahead else 0,
             both_ways=part.both_ways,
-            layer_norms=part.layer_norms, limit=part.limit, slopes=bool(part.slopes),
+            own_norms=part.own_norms, layer_norms=part.layer_norms, limit=part.limit, slopes=bool(part.slopes),
             chunked=part.chunked and cache.window(part.window) > 0,
         )  # fmt: skip
         self.cached, self._tables = cache.add(heads, part.cache_of)

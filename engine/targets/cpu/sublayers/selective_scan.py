@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 
 from engine.description.recurrent import SelectiveScan
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
+from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.lanes import MOST_LANES
 from engine.targets.cpu.kernels.selective_scan import ScanSizes, norm_run, scan_inputs, selective_scan
 from engine.targets.cpu.step_builder import StepBuilder
@@ -22,11 +23,14 @@ class SelectiveScanHandler(Handler):
         """As all handlers say it. The kernels also need states of whole vectors."""
         if part.size % MOST_LANES:
             return f"Mamba states of {part.size}"
+        if part.heads and part.width // part.heads % MOST_LANES:
+            return f"Mamba heads of {part.width // part.heads} channels"
         return super().lacks(part)
 
     def __init__(self, part: SelectiveScan, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
         weights = loading.weights
-        net = self._net = ScanSizes(part.width, part.size, part.taps, loading.lanes)
+        of_head = part.width // part.heads if part.heads else 1
+        net = self._net = ScanSizes(part.width, part.size, part.taps, loading.lanes, of_head)
         self._norm, self._eps = norm, loading.spec.eps
         self._states, self._kept = loading.states.add(net)
         self._slots, self._sequences = loading.states.slots, loading.states.parallel
@@ -35,7 +39,9 @@ class SelectiveScanHandler(Handler):
         self._step, self._out = weights.matrix(part.step), weights.matrix(part.out, added=is_added)
         norms = part.low_norm, part.b_norm, part.c_norm
         self._norms = [weights.vector(vector) if vector else None for vector in norms]
-        self._tables = [weights.transposed(part.conv, net.taps), weights.vector(part.conv_bias)]
+        no_bias = memory.zeros(net.width, dtypes.float32)
+        bias = weights.vector(part.conv_bias) if part.conv_bias else no_bias
+        self._tables = [weights.transposed(part.conv, net.taps), bias]
         bias, skip = weights.vector(part.step_bias), weights.vector(part.skip)
         self._factors = [bias, weights.transposed(part.decay, net.size), skip]
 
@@ -49,7 +55,8 @@ class SelectiveScanHandler(Handler):
     def _recur(self, step: StepBuilder) -> tuple[Tensor, Tensor]:
         """Adds the kernels up to the recurrence; returns the gates and its results."""
         net, tile, by_row = self._net, step.tile, bool(step.n_rows)
-        u, gate, dt, out = (step.rows(name, net.width) for name in ("rows", "gate", "steps", "attended"))
+        u, gate, out = (step.rows(name, net.width) for name in ("rows", "gate", "attended"))
+        dt = step.rows("steps", net.steps)
         step.multiply_stream((u, gate), self._inputs, self._norm)
         of_step = *step.state, self._slots
         step.add(scan_inputs(net, tile, by_row), u, self._kept, *of_step, *self._tables)

@@ -58,6 +58,8 @@ class AttentionHandler(Handler):
             return "values of another size than keys"
         if part.limit and part.gate:
             return "limits beside gates"
+        if part.own_norms and not part.layer_norms:
+            return "norms of heads with weights of their own"
         if part.result_norm:
             return "a norm of what heads give together"
         return f"heads of {part.head_dim} elements" if part.head_dim % _CHUNK else ""
