@@ -112,6 +112,11 @@ class FeedForwardReader(HeadReader):
                 f"{self.name} weighs what {used} experts of a token read, which orin-chat does not run.",
                 "Choose another model.",
             )
+        if self.has(f"{prefix}ffn_down.0.weight"):
+            raise ModelFileError(
+                f"{self.name} is an old file, in which each expert has matrices of its own.",
+                "Get a newer file of this model: those since April 2024 have them together.",
+            )
         of_down = self.file.tensors.get(f"{prefix}ffn_down_exps.weight")
         unsaid = of_down.shape[-1] if of_down else None
         width = self.size_of_layer("expert_feed_forward_length", i, unsaid)

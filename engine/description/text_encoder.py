@@ -14,8 +14,8 @@ from engine.description.sublayers import Operator, Weight
 from engine.formats.pooling import pooling_of
 
 EMBEDDING_NORM = "token_embd_norm"
-_PROJECTIONS = ("dense_2", "dense_3"), ("dense.0", "dense.1")
-"""The projections of EmbeddingGemma, in files of llama.cpp and of Ollama."""
+_PROJECTIONS = "dense_2", "dense_3"
+"""Those of EmbeddingGemma."""
 
 
 def last_norm(layers: int) -> str:
@@ -37,8 +37,8 @@ def read_normed_after(
 
 def read_projections(file: CheckedFile, dim: int) -> tuple[Projection, ...]:
     """What becomes of an embedding (`ModelSpec.projections`). Raises ModelFileError."""
-    first, second = next((names for names in _PROJECTIONS if file.has(f"{names[0]}.weight")), ("", ""))
-    if not first:
+    first, second = _PROJECTIONS
+    if not file.has(f"{first}.weight"):
         return ()
     width = file.file.tensors[f"{first}.weight"].shape[0]
     return Projection(file.weight(first, width, dim)), Projection(file.weight(second, dim, width))

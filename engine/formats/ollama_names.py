@@ -44,7 +44,8 @@ _T = TypeVar("_T", bound=_Tensor)
 class _Names:
     """What files of an architecture say in other words. `architecture`: what llama.cpp calls it; "" for the same.
     `tensors`: patterns of names, and what takes the place of what they match. `keys`: those of the architecture, each
-    with the usual one, which counts if the file has both. `unsaid`: values of keys that a file may not have.
+    with the usual one, which counts if the file has both. `unsaid`: values of keys that a file may not have; those that
+    are `left_out` are wrong.
     `pretokenizer` counts whatever the file says, and `tokenizer` if it says "llama" of a vocabulary that has merges.
     `experts`: a matrix that has a row for each element of an expert, where the file does not say how many. `cut`: a
     table of embeddings, and one that has as many rows as count."""
@@ -53,6 +54,7 @@ class _Names:
     tensors: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     unsaid: Mapping[str, object] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
     pretokenizer: str = ""
     tokenizer: str = ""
     experts: str = ""
@@ -61,6 +63,14 @@ class _Names:
 
 _SECTIONS = {"rope.mrope_section": "rope.dimension_sections"}
 _LATENTS = {r"\.ffn_latent_in\.": ".ffn_latent_down.", r"\.ffn_latent_out\.": ".ffn_latent_up."}
+_BASES = {"rope.global.freq_base": "rope.freq_base", "rope.local.freq_base": "rope.freq_base_swa"}
+_EMBEDDING_GEMMA = _Names(
+    "gemma-embedding",
+    tensors={r"^dense\.0\.": "dense_2.", r"^dense\.1\.": "dense_3.", r"^norm\.": "output_norm."},
+    keys=_BASES,
+    left_out=("attention.causal", "attention.sliding_window_pattern"),
+)
+"""Of the architecture gemma3, with a projection that chat models do not have."""
 _DELTA = _Names(tensors={r"\.ssm_dt$": ".ssm_dt.bias"})
 
 _NAMES: Mapping[str, _Names] = {
@@ -70,10 +80,7 @@ _NAMES: Mapping[str, _Names] = {
         unsaid={"attention.layer_norm_rms_epsilon": 1e-6},
         experts="blk.1.ffn_gate_exps.weight",
     ),
-    "gemma3": _Names(
-        tensors={r"^norm\.": "output_norm."},
-        keys={"rope.global.freq_base": "rope.freq_base", "rope.local.freq_base": "rope.freq_base_swa"},
-    ),
+    "gemma3": _Names(keys=_BASES),
     "gemma3n": _Names(
         keys={"rope.freq_base_local": "rope.freq_base_swa"},
         cut=("token_embd.weight", "per_layer_token_embd.weight"),
@@ -132,6 +139,8 @@ def usual_names(metadata: Metadata, tensors: Mapping[str, _T]) -> tuple[Metadata
     """What a file has, under the names of llama.cpp."""
     architecture = metadata.get(_ARCHITECTURE)
     names = _NAMES.get(architecture) if isinstance(architecture, str) else None
+    if architecture == "gemma3" and "dense.0.weight" in tensors:
+        names = _EMBEDDING_GEMMA
     if not names:
         return metadata, tensors
     usual = names.architecture or architecture
@@ -140,6 +149,7 @@ def usual_names(metadata: Metadata, tensors: Mapping[str, _T]) -> tuple[Metadata
         found[f"{usual}.expert_feed_forward_length"] = experts.shape[-2]
     of_model = f"{architecture}."
     own = {key.removeprefix(of_model): key for key in metadata if key.startswith(of_model)}
+    own = {key: full for key, full in own.items() if key not in names.left_out}
     found |= {f"{usual}.{names.keys[key]}": metadata[own[key]] for key in own if key in names.keys}
     found |= {f"{usual}.{key}": metadata[full] for key, full in own.items()}
     found |= {key: value for key, value in metadata.items() if not key.startswith(of_model)}

@@ -2,6 +2,7 @@
 
 from array import array
 from base64 import b64encode
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,6 +32,27 @@ def test_merges_tell_the_vocabulary_of_gemma_4():
     keys = {"general.architecture": "gemma4", "tokenizer.ggml.model": "llama"}
     assert usual_names(keys, {})[0] == keys
     assert usual_names(keys | {"tokenizer.ggml.merges": []}, {})[0]["tokenizer.ggml.model"] == "gemma4"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    name: str
+    shape: tuple[int, ...] = (2, 2)
+    n_bytes: int = 16
+
+
+def test_projections_tell_embedding_gemma():
+    keys = {"block_count": 2, "attention.causal": True, "rope.local.freq_base": 5.0}
+    metadata = {"general.architecture": "gemma3"} | {f"gemma3.{key}": value for key, value in keys.items()}
+    tensors = {name: Tensor(name) for name in ("dense.0.weight", "dense.1.weight", "norm.weight")}
+    read, renamed = usual_names(metadata, tensors)
+    kept = {"block_count": 2, "rope.local.freq_base": 5.0, "rope.freq_base_swa": 5.0}
+    architecture = "gemma-embedding"
+    assert read == {"general.architecture": architecture} | {
+        f"{architecture}.{k}": v for k, v in kept.items()
+    }
+    names = "dense_2.weight", "dense_3.weight", "output_norm.weight"
+    assert renamed == {name: Tensor(name) for name in names}
 
 
 def test_bytes_that_are_not_marked(tmp_path):
