@@ -134,6 +134,7 @@ ARCHITECTURES: dict[str, Parts] = {
         fused=True, keys={"rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.2}
     ),
     "gemma3": GEMMA.but(WINDOW),
+    "plamo": Parts(feed_forward="gated beside"),
     "plamo2": Parts(
         scan=True,
         head_scan=True,

@@ -57,6 +57,9 @@ _UNREAD = ".attn_rot_embd.weight", ".input_scale"
 """What nobody reads: frequencies of rotary embeddings in old files of llama, and what files of NVFP4 have for
 activations of such small floats."""
 
+_OF_PICTURES = re.compile(r"blk\.\d+\.vis_(attn_qkv|attn_output|gate|down|up)\.weight")
+"""Matrices in place of others for the tokens of pictures (CogVLM), which get none here."""
+
 _INDEXER = re.compile(r"blk\.\d+\.indexer\.")
 """How the names of tensors begin that choose tokens: not read where contexts end before that counts."""
 
@@ -224,6 +227,7 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
         layer = re.match(r"blk\.(\d{1,9})\.", tensor)
         is_draft = layer and self.layers <= int(layer[1]) < self.layers + self.draft_layers
         is_unread = bool(is_draft) or bool(self.reads_all_to and _INDEXER.match(tensor))
+        is_unread = is_unread or bool(self.architecture == "cogvlm" and _OF_PICTURES.fullmatch(tensor))
         return is_unread or tensor.startswith((*_ENCODERS, _PROJECTOR, _DRAFT)) or tensor.endswith(_UNREAD)
 
     def layer_embeddings(self, vocab: int) -> LayerEmbeddings:
@@ -277,8 +281,8 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
         if not has_post_norms:
             is_renamed = not before[1] and self.has(f"{prefix}post_attention_norm.weight")
             names = "attn_norm", "post_attention_norm" if is_renamed else "ffn_norm"
-            if self.family.layer_norms:
-                yield from self.centred_layer(i, prefix)
+            if self.family.layer_norms or self.family.one_norm:
+                yield from self.shared_norms(i, prefix)
                 return
             # Falcon H1's files have a name without ".weight".
             suffixes = ["" if self.has(f"{prefix}{name}") else ".weight" for name in names]
@@ -322,10 +326,10 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
             return read_time_mix(self, i, self.dim)
         return self.recurrent(prefix) if self.is_recurrent(i) else self.attend(i, prefix)
 
-    def centred_layer(self, i: int, prefix: str) -> Iterator[Sublayer]:
-        """As `layer`, of a model with LayerNorms. Without a norm of its own, the feed-forward layer is beside attention
-        and shares that one's; if attention has a second one, that is attention's (Falcon 40B). The first layer may have
-        a norm of the embeddings in place of its own (ModernBERT)."""
+    def shared_norms(self, i: int, prefix: str) -> Iterator[Sublayer]:
+        """As `layer`, of a model with LayerNorms, or with one norm a layer. Without a norm of its own, the
+        feed-forward layer is beside attention and shares that one's; if attention has a second one, that is
+        attention's (Falcon 40B). The first layer may have a norm of the embeddings in place of its own (ModernBERT)."""
         names = ["attn_norm", "ffn_norm"]
         if self.has(f"{prefix}attn_output_norm.weight"):  # what files of DBRX call it
             names[1] = "attn_output_norm"

@@ -32,26 +32,27 @@ class Family:
     of keys have attention). `gated_attention`: in each head the rows of the query come before those of a gate of its
     result. `sigmoid_delta`: the gate of a delta net's result is a sigmoid. `unscaled_attention`: scores are multiplied
     by nothing; `scaled_by_size`: they are divided by a head's elements. `normed_values`: values are normed over a head.
-    `chooses_tokens`: in long contexts, attention reads chosen tokens alone (`ModelSpec.reads_all_to`).
-    `distance_bias`: scores fall with the distance of tokens (ALiBi), and by so much at most where the files do not say
-    it; if `biased_layers`, only in a model of so many, which is not rotated. `chunked`, `weighed_inputs`: see
-    `Attention`, `Experts`. `rotates_dense`: the first layers, which have no experts, are rotated. `limits_silu`: the
-    limits of experts are those of SiLU, in place of its argument. `halves_rotation`: layers without a window rotate
-    half as many dimensions as the files say. `averages_shared`: the result of experts is the mean of the chosen ones'
-    and of the shared one's. `unit_norms`: rotated queries and keys are normed over a head, without weights, except in a
-    model of `unnormed_experts` experts. `tempered_full`: queries of layers without a window grow with their position,
-    if others have one, by this where the files do not say it: the slope, the length, and how many positions later.
+    `chooses_tokens`: in long contexts, attention reads chosen tokens alone (`ModelSpec.reads_all_to`). `distance_bias`:
+    scores fall with the distance of tokens (ALiBi), and by so much at most where the files do not say it; if
+    `biased_layers`, only in a model of so many, which is not rotated. `chunked`, `weighed_inputs`: see `Attention`,
+    `Experts`. `rotates_dense`: the first layers, which have no experts, are rotated. `limits_silu`: the limits of
+    experts are those of SiLU, in place of its argument. `halves_rotation`: layers without a window rotate half as many
+    dimensions as the files say. `averages_shared`: the result of experts is the mean of the chosen ones' and of the
+    shared one's. `unit_norms`: rotated queries and keys are normed over a head, without weights, except in a model of
+    `unnormed_experts` experts. `tempered_full`: queries of layers without a window grow with their position, if others
+    have one, by this where the files do not say it: the slope, the length, and how many positions later.
     `rotates_first`, `shares_in_turn`, `routes_before`: see `Attention`, `DeltaNet`, `Experts`. `layer_norms`: norms are
     LayerNorms (`ModelSpec.centred`). `multiplied_logits`: by the file's scale of logits, by which others are divided.
     `ungated`: feed-forward layers have no gates. `softplus_gates`: of attention (`Attention.gating`). `curved`:
     feed-forward layers have a curve (see `Dense`). `normed_embedding`: the stream begins with a norm of embeddings,
     without weights. `post_eps`: that of post norms, if it is another one. `halved_width`: feed-forward layers are half
-    as wide as the files say. `unweighted`: norms of the stream have no weights. `partial_layers`: a layer may have no
-    attention, or no feed-forward layer. `lone_sublayers`: a layer is attention, a feed-forward layer or a recurrent one
-    alone. `recurrent_beside`: each attention has a recurrent layer beside it. `normed_after`: norms come after the
-    sums. It goes `both_ways` if its files do not say otherwise: see `Attention`. `grid`: tokens of pictures have a row
-    and a column, which turn pairs in turn or blocks of them (`Rope.sections`). Of pictures, tokens see those after them
-    in the same picture in no layer, in all, or in those with a window (`sees_pictures`)."""
+    as wide as the files say. `unweighted`: norms of the stream have no weights. `one_norm`: a feed-forward layer is
+    beside attention, and shares its norm. `partial_layers`: a layer may have no attention, or no feed-forward layer.
+    `lone_sublayers`: a layer is attention, a feed-forward layer or a recurrent one alone. `recurrent_beside`: each
+    attention has a recurrent layer beside it. `normed_after`: norms come after the sums. It goes `both_ways` if its
+    files do not say otherwise: see `Attention`. `grid`: tokens of pictures have a row and a column, which turn pairs in
+    turn or blocks of them (`Rope.sections`). Of pictures, tokens see those after them in the same picture in no layer,
+    in all, or in those with a window (`sees_pictures`)."""
 
     interleaved: bool = False
     activation: Activation = "silu"
@@ -82,6 +83,7 @@ class Family:
     normed_embedding: bool = False
     post_eps: float = 0.0
     unweighted: bool = False
+    one_norm: bool = False
     partial_layers: bool = False
     lone_sublayers: bool = False
     recurrent_beside: bool = False
@@ -297,6 +299,8 @@ ARCHITECTURES: Mapping[str, Family] = {
     "bailingmoe3": Family(
         interleaved=True, recurrent="keyed delta net", renormalised=False, scoring="sigmoid"
     ),
+    "plamo": Family(one_norm=True),
+    "cogvlm": Family(),
     "plamo2": Family(recurrent="head scan"),
     "plamo3": Family(full_attention_every=8, plain_windows=True, window_base=1e4),
     "rwkv7": Family(layer_norms=True),

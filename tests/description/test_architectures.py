@@ -296,6 +296,14 @@ def test_what_is_not_run(path_of):
     assert read(path_of("qwen35")).not_run == ""
 
 
+def test_matrices_for_pictures_are_left_out(path_of):
+    with GGUF(path_of("llama")) as file:
+        keys = {key.replace("llama.", "cogvlm."): value for key, value in file.metadata.items()}
+        file.metadata = keys | {"general.architecture": "cogvlm"}
+        file.tensors = {**file.tensors, "blk.0.vis_gate.weight": file.tensors["blk.0.ffn_gate.weight"]}
+        assert "blk.0.vis_gate.weight" not in {weight.tensor for weight in read_spec(file).weights()}
+
+
 def test_windows_of_olmo_3_turn_as_without_a_scaling(path_of):
     """Its files are of the architecture olmo2: set_swa_pattern(4) in llama.cpp, and a comment on yarn there."""
     yarn = {f"olmo2__{key.replace('.', '__')}": value for key, value in generated_families.YARN.items()}
