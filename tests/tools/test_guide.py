@@ -63,6 +63,7 @@ ASKED = {
     ("can llama 4 look at pictures?",): "Llama 4 Scout and Maverick run and see",
     ("wie starte ich gemma3:4b?",): "--model gemma3:4b",
     ("does mamba run here",): "--model",
+    ("what is lora?", "how do i use it"): "orin-chat --model NAME --lora FILE",
     ("what is the temperature", "how do I set it", "thanks", "and what is the default?"): "0.7",
 }
 
