@@ -25,6 +25,7 @@ import msgspec
 from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import (
+    CONNECTION_CLOSED,
     REQUEST_TIMEOUT,
     AudioContent,
     CallToolResult,
@@ -57,6 +58,8 @@ START_S = 30.0
 """A server has so long to begin and to list its tools. Some are downloaded at their first start."""
 _LATE_S = 1.0
 MOST_TOOLS = 100  # of a server
+STREAM_S = 1.0
+"""Between two streams of events of a server."""
 LISTED_AGAIN_S = 1.0
 """A server may say that its tools have changed as often as it likes: they are listed again once in so long."""
 MOST_LINES = 4 * MOST_MESSAGES
@@ -75,6 +78,11 @@ class Connection:
         self._client: Client | None = None
         self._flooded = asyncio.Event()
         self._is_listed = asyncio.Event()
+        self._is_unknown = False  # to the server is the session, as it has begun anew or has forgotten it
+        self._lost = asyncio.Event()  # for that reason
+
+    def _find_unknown(self) -> None:
+        self._is_unknown = True
 
     async def run(self) -> None:
         """Runs the server until this is cancelled, or until it ends. What happens is written."""
@@ -93,9 +101,18 @@ class Connection:
             self._write(Down(server=self._name, problem=self._reason(error)))
         finally:
             self._client = None
+            self._is_listed.set()  # nothing comes any more
             listed.cancel()
 
     async def _live(self) -> None:
+        """Begins a new session whenever the server does not know the last one, as the protocol has it."""
+        await self._session()
+        while self._lost.is_set():
+            self._lost.clear()
+            await self._session()
+
+    async def _session(self) -> None:
+        self._is_unknown = False
         async with AsyncExitStack() as stack:
             transport = CheckedStream(
                 self._process.streams() if self._process else await self._http(stack), self._flooded
@@ -108,7 +125,7 @@ class Connection:
             self._client = client
             self._is_listed.set()
             self._write(listed := Listed(server=self._name, tools=tools, note=note))
-            ends = [self._flooded, *([self._process.over] if self._process else ())]
+            ends = [self._flooded, self._lost, *([self._process.over] if self._process else ())]
             waiting = [asyncio.ensure_future(end.wait()) for end in ends]
             waiting.append(asyncio.ensure_future(self._list_again(client, transport, listed)))
             try:
@@ -116,7 +133,8 @@ class Connection:
             finally:
                 for each in waiting:
                     each.cancel()
-            self._write(Down(server=self._name, problem=self._reason(EOFError())))
+            if not self._lost.is_set():
+                self._write(Down(server=self._name, problem=self._reason(EOFError())))
 
     async def _list_again(self, client: Client, transport: CheckedStream, listed: Listed) -> None:
         """Lists the tools again whenever the server says that they have changed."""
@@ -135,7 +153,7 @@ class Connection:
         http = httpx2.AsyncClient(
             headers={**self._server.headers, "Accept-Encoding": "identity"},
             timeout=httpx2.Timeout(START_S, read=most_s),
-            transport=_Bounded(self._flooded, most_s, self._server.url.startswith("https:")),
+            transport=_Bounded(self._flooded, most_s, self._find_unknown),
         )
         return streamable_http_client(
             self._server.url,
@@ -143,9 +161,13 @@ class Connection:
             max_sse_event_size=MESSAGE_BYTES,
         )
 
-    async def call(self, call: Call) -> Result:
-        """What the tool returned, or why it did not."""
-        if self._client is None:
+    async def call(self, call: Call, *, is_last: bool = False) -> Result:
+        """What the tool returned, or why it did not. One that a server refuses since it does not know the session is
+        made again in the next one, unless it `is_last`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._is_listed.wait(), START_S)
+        client = self._client
+        if client is None:
             return Result(id=call.id, text=f"{self._name} is not running.", is_error=True)
         try:
             arguments = json.loads(call.arguments)
@@ -157,8 +179,14 @@ class Connection:
             timeout = self._server.timeout_s
             # The library waits for ever to send what is not read.
             async with asyncio.timeout(timeout + _LATE_S):
-                returned = await self._client.call_tool(call.tool, arguments, read_timeout_seconds=timeout)
+                returned = await client.call_tool(call.tool, arguments, read_timeout_seconds=timeout)
         except Exception as error:
+            if self._is_unknown and _is_refused(error) and not is_last:
+                if self._client is client:  # the first call that is told so
+                    self._client = None
+                    self._is_listed.clear()
+                    self._lost.set()
+                return await self.call(call, is_last=True)
             # The reason that the server ended comes a moment later than the end of its stream.
             if self._process:
                 with contextlib.suppress(TimeoutError):
@@ -191,7 +219,16 @@ class Connection:
 
 
 def _is_late(error: BaseException) -> bool:
-    return isinstance(error, TimeoutError) or (isinstance(error, MCPError) and error.code == REQUEST_TIMEOUT)
+    """Some servers have the library's code for what is late as one of their own."""
+    is_late = (
+        isinstance(error, MCPError) and error.code == REQUEST_TIMEOUT and str(error).endswith("timed out")
+    )
+    return is_late or isinstance(error, TimeoutError)
+
+
+def _is_refused(error: BaseException) -> bool:
+    """Whether the server has answered that it does not do what was asked."""
+    return isinstance(error, MCPError) and error.code != CONNECTION_CLOSED and not _is_late(error)
 
 
 class _TooLong(Exception):
@@ -209,19 +246,30 @@ class _Flooding(Exception):
         return FLOODED
 
 
-class _Bounded(httpx2.AsyncHTTPTransport):
+class _Bounded(httpx2.AsyncBaseTransport):
     """Ends an answer that is longer than MESSAGE_BYTES, or comes after `most_s`, when nobody waits for it. Streams of
     events, whose events are bounded, may be longer; with more than MOST_LINES the server is left, by `flooded`. A
-    compressed answer is refused: a megabyte of it may be gigabytes."""
+    compressed answer is refused: a megabyte of it may be gigabytes. `find_unknown` is called when the server does not
+    know the session. The library asks for a stream of events again at once, if the server says so: here it waits."""
 
-    def __init__(self, flooded: asyncio.Event, most_s: float, is_encrypted: bool = False) -> None:
-        super().__init__(
-            verify=is_encrypted
-        )  # reading the certificates takes 40 ms; redirects are not followed
-        self._flooded, self._most_s, self._lines = flooded, most_s, Flood(MOST_LINES)
+    def __init__(self, flooded: asyncio.Event, most_s: float, find_unknown: Callable[[], None]) -> None:
+        self._flooded, self._most_s, self._find_unknown = flooded, most_s, find_unknown
+        self._lines, self._next_stream_s = Flood(MOST_LINES), 0.0
+        self._by_scheme: dict[str, httpx2.AsyncHTTPTransport] = {}
+
+    def _transport(self, scheme: str) -> httpx2.AsyncHTTPTransport:
+        """Reading the certificates takes 40 ms: they are read for https alone, to which a server may redirect."""
+        if scheme not in self._by_scheme:
+            self._by_scheme[scheme] = httpx2.AsyncHTTPTransport(verify=scheme != "http")
+        return self._by_scheme[scheme]
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        response = await super().handle_async_request(request)
+        if request.method == "GET":
+            wait_s, self._next_stream_s = self._next_stream_s - time.monotonic(), time.monotonic() + STREAM_S
+            await asyncio.sleep(max(0.0, wait_s))
+        response = await self._transport(request.url.scheme).handle_async_request(request)
+        if response.status_code == 404 and request.method == "POST" and "mcp-session-id" in request.headers:
+            self._find_unknown()
         if response.headers.get("content-encoding", "identity").strip().lower() != "identity":
             await response.aclose()
             raise _Compressed
@@ -232,6 +280,10 @@ class _Bounded(httpx2.AsyncHTTPTransport):
         end_s = time.monotonic() + self._most_s if is_answer else math.inf
         response.stream = _CheckedBytes(response.stream, check, end_s)
         return response
+
+    async def aclose(self) -> None:
+        for transport in self._by_scheme.values():
+            await transport.aclose()
 
     def _check_lines(self, piece: bytes) -> None:
         if self._lines.has_begun(piece.count(b"\n") + piece.count(b"\r")):

@@ -1,6 +1,7 @@
 """Servers of tools in processes: what they offer, what calls return, and what becomes of those that break the rules."""
 
 import asyncio
+import contextlib
 import gzip
 import json
 import signal
@@ -114,6 +115,51 @@ async def test_a_server_over_http():
         process.wait()
 
 
+class Forgetful:
+    """A server over HTTP that forgets its first session before the first call, and whose streams of events end at once
+    and are to be asked for again at once."""
+
+    sessions = streams = 0
+
+    async def answer(self, reader, writer):
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                if head.startswith("get"):
+                    self.streams += 1
+                    writer.write(
+                        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\nretry: 0\nid: 1\n\n"
+                    )
+                    break
+                if head.startswith("delete"):
+                    writer.write(b"HTTP/1.1 404 .\r\nContent-Length: 0\r\n\r\n")
+                    continue
+                asked = json.loads(
+                    await reader.readexactly(int(head.split("content-length: ")[1].split()[0]))
+                )
+                status, body = self._answer(asked.get("method"), "session-id: 1" in head)
+                text = json.dumps({"jsonrpc": "2.0", "id": asked.get("id"), **body}) if body else ""
+                kind = f"Content-Type: application/json\r\nMcp-Session-Id: {self.sessions}"
+                writer.write(
+                    f"HTTP/1.1 {status} .\r\n{kind}\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode()
+                )
+        writer.close()
+
+    def _answer(self, method, is_first):
+        match method:
+            case "initialize":
+                self.sessions += 1
+                about = {"protocolVersion": "2025-06-18", "serverInfo": {"name": "x", "version": "1"}}
+                return 200, {"result": about | {"capabilities": {"tools": {}}}}
+            case "tools/list":
+                return 200, {"result": {"tools": [{"name": "echo", "inputSchema": {"type": "object"}}]}}
+            case "tools/call" if is_first:
+                return 404, {"error": {"code": -32001, "message": "Session not found"}}
+            case "tools/call":
+                return 200, {"result": {"content": [{"type": "text", "text": "hello"}]}}
+        return 202, {}
+
+
 async def test_faults_of_servers_harm_no_other(monkeypatch):
     """All at once, since their process takes a second to start. What is sent to one that does not read waits in the
     library, whose own limit counts from then on."""
@@ -130,13 +176,18 @@ async def test_faults_of_servers_harm_no_other(monkeypatch):
         arguments = "-S", "-E", str(ROOT / "tests/soak/bad_tool_server.py"), fault
         return Server(command=sys.executable, args=arguments, **options)
 
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as web:
-        url = f"http://127.0.0.1:{web.sockets[0].getsockname()[1]}/mcp"
+    forgetful = Forgetful()
+    async with (
+        await asyncio.start_server(answer, "127.0.0.1", 0) as web,
+        await asyncio.start_server(forgetful.answer, "127.0.0.1", 0) as other,
+    ):
+        url, other_url = (f"http://127.0.0.1:{each.sockets[0].getsockname()[1]}/mcp" for each in (web, other))
         servers = {"odd": "sends surrogates", "wrong": "has invalid tools", "good": "none"}
         servers |= {"new": "changes its tools", "first": "has wrong capabilities"}
         box = Toolbox(
             {name: faulty(fault) for name, fault in servers.items()}
             | {"deaf": faulty("stops reading", timeout_s=0.2), "web": Server(url=url)}
+            | {"lost": Server(url=other_url)}
         )
         await box.start()
         try:
@@ -152,6 +203,8 @@ async def test_faults_of_servers_harm_no_other(monkeypatch):
                 await call(box, "deaf.echo", text="x" * 200_000)
             ).text == "deaf did not answer within 0.2 s."
             assert (await call(box, "good.echo", text="hello")).text == "hello"
+            assert (await call(box, "lost.echo")).text == "hello" and forgetful.sessions == 2
+            assert forgetful.streams < 10, "no more than one a second and session"
             await until(lambda: "new.later0" in box.tools)
         finally:
             await box.close()
