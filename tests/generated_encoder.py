@@ -54,7 +54,7 @@ class _Encoder:
             in ("qwen2.5vl_merger", "minicpmv4_6", "exaone4_5", "muse-glimmer", "youtuvl", "granite4_vision")
         )
         self.layers = max(self.features, default=layers) if self.kind not in ("gemma4uv", "gemma3nv") else 0
-        sides = {"deepseekocr": 16, "deepseekocr2": 16, "gemma3nv": 64, "granite4_vision": 8}
+        sides = {"step3vl": 16, "deepseekocr": 16, "deepseekocr2": 16, "gemma3nv": 64, "granite4_vision": 8}
         self.side = self.side or sides.get(self.kind, 2 * self.merge) * self.patch
         if self.kind == "granite4_vision":
             self.dim = 64
@@ -65,7 +65,7 @@ class _Encoder:
         )
         self.has_biases = self.is_qwen or self.kind in (
             "paddleocr", "kimivl", "kimik25", "lfm2", "mlp", "resampler", "phi4", "janus_pro", "gemma3", "idefics3",
-            "internvl", "llama4", "nemotron_v2_vl", "gemma4uv", "hunyuanvl", "adapter",
+            "internvl", "llama4", "nemotron_v2_vl", "gemma4uv", "hunyuanvl", "adapter", "step3vl",
             "deepseekocr", "deepseekocr2", "minicpmv4_6", "muse-glimmer", "youtuvl", "granite4_vision",
         )  # fmt: skip
 
@@ -187,7 +187,7 @@ class _Encoder:
             writer.add_uint32("clip.minicpmv_query_num", 5)
         if self.choices and kind == "mlp":
             writer.add_array("clip.vision.image_grid_pinpoints", self.choices)
-        if kind != "qwen2vl_merger" and (kind != "mlp" or self.features):
+        if kind not in ("qwen2vl_merger", "step3vl") and (kind != "mlp" or self.features):
             is_silu = kind in ("pixtral", "qwen2.5vl_merger", "exaone4_5", "dots_ocr", "glm4v")
             writer.add_bool("clip.use_silu" if is_silu else "clip.use_gelu", True)
 
@@ -217,11 +217,11 @@ class _Encoder:
             "phi4": (16,), "janus_pro": (n,), "nemotron_v2_vl": (n,), "kimik25": (4, 4), "paddleocr": (9,),
             "kimivl": (16,), "lfm2": (256,), "glm4v": (36,), "hunyuanvl": (36,),
             "deepseekocr": (n + 1,), "minicpmv4_6": (4900,), "muse-glimmer": (36,),
-            "granite4_vision": (n,), "adapter": (n,),
+            "granite4_vision": (n,), "adapter": (n,), "step3vl": (n,),
         }  # fmt: skip
         if kind in places:
             self.tensor("v.position_embd.weight", *places[kind], dim, std=0.5)
-        if kind in ("pixtral", "dots_ocr", "llama4", "deepseekocr", "muse-glimmer") or (
+        if kind in ("pixtral", "dots_ocr", "llama4", "deepseekocr", "muse-glimmer", "step3vl") or (
             kind == "mlp" and self.has_class
         ):
             self.norm("v.pre_ln")
@@ -301,7 +301,7 @@ class _Encoder:
             self.norm(prefix + name, has_bias=False)
         for name in ["ln1", "ln2", *(["attn_post_norm", "ffn_post_norm"] if kind == "gemma4v" else [])]:
             self.norm(prefix + name)
-        for name in ["ls1", "ls2"] if kind == "internvl" else []:
+        for name in ["ls1", "ls2"] if kind in ("internvl", "step3vl") else []:
             self.tensor(f"{prefix}{name}.weight", dim, mean=0.5)
         if (self.is_qwen or kind == "glm4v") and i == 0:
             self.tensor("v.patch_embd.weight.1", dim, 3, self.patch, self.patch)
@@ -425,6 +425,11 @@ class _Encoder:
                 for name in "begin", "end":
                     self.tensor(f"mm.image_{name}", self.out, std=0.5)
                 self.norm("mm.post_norm", self.out, has_bias=False)
+            case "step3vl":
+                wide = 2 * self.dim
+                self.matrix("mm.0", wide, self.dim, 3, 3)
+                self.matrix("mm.1", 2 * wide, wide, 3, 3)
+                self.matrix("mm.model.fc", self.out, 2 * wide)
             case "adapter":
                 wide, hidden = 2 * self.dim, "adapter.linear."
                 self.norm("v.post_ln")

@@ -25,6 +25,7 @@ from engine.description.vision import (
     ImageStep,
     Linear,
     Merge,
+    Neighbours,
     Norm,
     PatchAttention,
     PatchFeedForward,
@@ -368,6 +369,8 @@ class ReferenceEncoder:
                 return self._fed(step, x)
             case Activate(activation=activation):
                 return activated(x, activation)
+            case Neighbours():
+                return self._around(step, x)
             case QueryAttention():
                 return self._queried(step, x)
             case WindowQueries():
@@ -381,6 +384,20 @@ class ReferenceEncoder:
                 if how == "mean":
                     return x.mean(1)
                 return (x.transpose(0, 2, 1) if how == "channels" else x).reshape(len(x), -1)
+
+    def _around(self, of: Neighbours, x: Floats) -> Floats:
+        """Each place looks for its neighbours."""
+        places = self._places
+        if of.side < self.spec.merge:  # what a convolution left, row by row
+            k = self.spec.merge // of.side
+            places = np.unique(self._places // k, axis=0)
+        at = {(y, x): i for i, (y, x) in enumerate(places.tolist())}
+        rows = []
+        for y, c in sorted(place for place in at if not any(n % of.stride for n in place)):
+            ks = [n - of.kernel // 2 for n in range(of.kernel)]
+            near = [at.get((y + i, c + j)) for i in ks for j in ks]
+            rows.append(np.stack([np.zeros_like(x[0]) if i is None else x[i] for i in near], 1).ravel())
+        return np.stack(rows)
 
     def _queried(self, of: QueryAttention, x: Floats) -> Floats:
         """Attention of fixed queries: the first half of a key's waves is of its column, the second of its row."""

@@ -136,7 +136,7 @@ def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> tuple[NDArray[np.uint8]
         return _cropped(np.asarray(picture if picture.size == full else sized(picture, full)), size)
 
     match spec.kind:
-        case "gemma3" | "gemma3nv" | "lfm2" | "phi4" | "llama4" | "youtuvl":
+        case "gemma3" | "gemma3nv" | "lfm2" | "phi4" | "llama4" | "youtuvl" | "step3vl":
             how = Image.Resampling.BILINEAR
         case "idefics3" | "muse-glimmer":
             how = Image.Resampling.LANCZOS
@@ -150,7 +150,8 @@ def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> tuple[NDArray[np.uint8]
     if (cut := spec.cut(rgb.shape[1], rgb.shape[0])) is None:
         return (whole(picture),)
     if cut.padded == "corner":
-        stretched = sized(picture, cut.sizes[0]).crop((0, 0, *cut.sizes[-1]))
+        stretched = sized(picture, cut.sizes[0]).crop((0, 0, *cut.sizes[1]))
+        stretched = functools.reduce(sized, cut.sizes[2:], stretched)
     else:
         padded = _padded(picture, cut.sizes[0], sized) if cut.padded else picture
         stretched = functools.reduce(sized, cut.sizes, padded)

@@ -30,6 +30,7 @@ _MOST_WHOLE = 320
 _MOST_SLICES = 9
 _CHOICES = "image_grid_pinpoints"
 _LLAMA4_TILES = 16
+_STEP3_LONGEST, _STEP3_TILES = 3024, 36
 _LFM2_TILES = 2, 10
 _LFM2_TOLERANCE = 2
 """A picture is cut if it has so many times the pixels that one may have."""
@@ -98,7 +99,7 @@ class PictureReader(CheckedFile):
             return SizeRule("mean", align, side)
         is_tiled = self.kind in (
             "idefics3", "internvl", "mlp", "resampler", "janus_pro", "llama4", "nemotron_v2_vl",
-            "granite4_vision", "gemma3nv", "adapter",
+            "granite4_vision", "gemma3nv", "adapter", "step3vl",
         )  # fmt: skip
         if is_tiled and (side // self.patch) % self.merge == 0 < side // align:
             return SizeRule("square", align, side // align * align)
@@ -130,6 +131,12 @@ class PictureReader(CheckedFile):
                 rule = TileRule(side, "shape", least=least, most=most, area=area, align=align)
             case "resampler" | "minicpmv4_6":
                 rule = TileRule(side, "mean", most=_MOST_SLICES, align=align)
+            case "step3vl":  # published: 504 of 728 pixels
+                longest, part = (
+                    self.size("preproc_image_size", _STEP3_LONGEST),
+                    side * 9 // 13 // align * align,
+                )
+                rule = TileRule(part, "windows", longest, most=_STEP3_TILES, area=side)
             case "llama4":
                 rule = TileRule(side, "canvas", most=_LLAMA4_TILES)
             case "mlp" | "granite4_vision" if self.has_choices:

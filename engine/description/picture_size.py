@@ -102,11 +102,13 @@ class TileRule:
     columns whose shape is about that of the picture; the tiles have the shape that is left, and the area of a square.
     "choices": of these sizes of all tiles, that in which most of the picture's pixels are kept, and least are black.
     "canvas": the smallest of those of `most` tiles or fewer in which the picture is not made smaller, or little; it is
-    not made larger, but for one tile. A picture whose sides have at most `whole` pixels is not cut, nor one that would
+    not made larger, but for one tile. "windows": squares of `side` pixels of a picture whose sides are `longest` at
+    most, or of its shorter side if that is less and the picture long; it is not cut if its sides have at most `area`
+    pixels and are about as long. A picture whose sides have at most `whole` pixels is not cut, nor one that would
     be a single tile, unless that counts `alone`."""
 
     side: int
-    how: Literal["longest", "shape", "mean", "choices", "canvas"]
+    how: Literal["longest", "shape", "mean", "choices", "canvas", "windows"]
     longest: int = 0
     least: int = 1
     most: int = 0
@@ -146,6 +148,10 @@ class TileRule:
                 cut = Cut((size,), rows, columns, "around")
             case "canvas":
                 return self._on_canvas(width, height)
+            case "windows":
+                if (found := self._windows(width, height)) is None:
+                    return None
+                cut, rows, columns = found, found.rows, found.columns
         return cut if rows * columns > 1 or self.alone else None
 
     def _on_canvas(self, width: int, height: int) -> Cut:
@@ -163,6 +169,24 @@ class TileRule:
         else:
             across = max(min(width * down // height, across), 1)
         return Cut(((across, down), full), rows, columns, "corner")
+
+    def _windows(self, width: int, height: int) -> Cut | None:
+        longer, shorter = max(width, height), min(width, height)
+        scale = min(self.longest / longer, 1.0)
+        longer, shorter = (max(int(of * scale), 1) for of in (longer, shorter))
+        if (shorter < _THIN and longer > _LONG * shorter) or (
+            longer <= self.area and longer <= _OBLONG * shorter
+        ):
+            return None
+        window = self.side if longer > self.area and longer <= _LONG * shorter else min(shorter, self.side)
+        window = max(window if longer > self.area else shorter, -(-longer // self.most))
+        sides = []
+        for of in (width, height):
+            n = int(of * scale) / window
+            sides.append(round(window * (int(n) + (n % 1 > _ONE_MORE)) if n >= 1 else max(of * scale, 1)))
+        columns, rows = (-(-side // window) for side in sides)
+        canvas, full = ((columns * of, rows * of) for of in (window, self.side))
+        return Cut(((sides[0], sides[1]), canvas, full), rows, columns, "corner")
 
     def _chosen(self, width: int, height: int) -> Size:
         def rank(size: Size) -> tuple[int, int]:
@@ -197,6 +221,10 @@ class TileRule:
         """The largest number of tiles, of which the whole picture is one."""
         count = (-(-self.longest // self.side)) ** 2 if self.how == "longest" else self.most
         return count + 1
+
+
+_THIN, _LONG, _OBLONG, _ONE_MORE = 32, 4, 1.5, 0.2
+"""Of "windows": pixels, ratios of sides, and the part of a window for which there is one more (Step3-VL)."""
 
 
 def _area(width: int, height: int, align: int) -> int:

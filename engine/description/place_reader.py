@@ -30,6 +30,7 @@ _GLM_NORM = "v.norm_embd"
 """A norm of patches, before their positions are added."""
 _RESIZED: dict[str, ResizedPositions] = {
     "paddleocr": "bilinear",
+    "step3vl": "bilinear",
     "hunyuanvl": "bilinear",
     "muse-glimmer": "faded",
     "kimivl": "bicubic",
@@ -126,7 +127,7 @@ class PlaceReader(ProjectorReader, PictureReader):
             columns = tuple((rows * 10000.0 ** (-2 / d)).tolist())
             return Rotations(by_row=(*rows.tolist(), *none), by_column=(*none, *columns))
         rates = tuple((10000.0 ** (-2 * i / (d // 2))).tolist())
-        if self.kind in ("kimivl", "kimik25", "llama4", "muse-glimmer"):
+        if self.kind in ("kimivl", "kimik25", "llama4", "muse-glimmer", "step3vl"):
             first = int(self.kind in ("llama4", "muse-glimmer"))
             return Rotations(by_row=(*none, *rates), by_column=(*rates, *none), first=first)
         if self.kind in (*QWEN_TOKENS, "exaone4_5", "dots_ocr", "paddleocr", "glm4v", "youtuvl"):
@@ -138,5 +139,5 @@ class PlaceReader(ProjectorReader, PictureReader):
         """The order of the rows of queries and keys in the file."""
         if self.kind == "gemma4v":
             return HeadOrder(self.head_dim, self.head_dim, False, halves=True)
-        has_pairs = self.kind in ("pixtral", "kimivl", "kimik25", "llama4", "muse-glimmer")
+        has_pairs = self.kind in ("pixtral", "kimivl", "kimik25", "llama4", "muse-glimmer", "step3vl")
         return HeadOrder(self.head_dim, self.head_dim, True) if has_pairs else None

@@ -18,6 +18,7 @@ from engine.description.vision import (
     Limits,
     Linear,
     Merge,
+    Neighbours,
     Norm,
     PatchFeedForward,
     Projector,
@@ -105,7 +106,9 @@ class ProjectorReader(CheckedFile):
             return "gelu"
         if self.kind in ("deepseekocr", "deepseekocr2"):  # CLIP's and Qwen's; the file means that of the stem
             return "quick gelu" if self.kind == "deepseekocr" else "silu"
-        if self.kind in ("qwen2vl_merger", "mlp") and not self.file.get("clip.use_gelu", bool, False):
+        if self.kind in ("qwen2vl_merger", "mlp", "step3vl") and not self.file.get(
+            "clip.use_gelu", bool, False
+        ):
             return "quick gelu"
         if self.kind not in ("gemma4v", "muse-glimmer", "gemma3nv") and not self.file.get(
             "clip.use_gelu", bool, False
@@ -169,6 +172,8 @@ class ProjectorReader(CheckedFile):
                 return out, self.steps_of_two(out)
             case "glm4v":
                 return out, self.gated_steps(out)
+            case "step3vl":
+                return out, self.downsampled_steps(out)
             case "hunyuanvl":
                 return out, self.convolved_steps(out)
             case "minicpmv4_6":
@@ -270,11 +275,21 @@ class ProjectorReader(CheckedFile):
         last = self.norm("resampler.ln_post", out), self.linear("resampler.proj", out, out)
         return out, (*steps, attend, *last)
 
-    def merging(self, name: str) -> Linear:
-        """A convolution that merges the patches of a token, of which it reads channel by channel."""
-        rows, m, kernel = self.rows_of(name), self.merge, f"{name}.weight"
-        weight = Weight(kernel, rows, m * m * self.dim, self.check(kernel, (rows, self.dim, m, m)))
+    def merging(self, name: str, side: int = 0, cols: int = 0) -> Linear:
+        """A convolution of squares of `side` places (those of a token unless said), of which it reads `cols` channels
+        (`dim` unless said), channel by channel."""
+        rows, m, dim, kernel = self.rows_of(name), side or self.merge, cols or self.dim, f"{name}.weight"
+        weight = Weight(kernel, rows, m * m * dim, self.check(kernel, (rows, dim, m, m)))
         return Linear(weight, self.vector(f"{name}.bias", rows))
+
+    def downsampled_steps(self, out: int) -> tuple[ProjectorStep, ...]:
+        """The steps of Step3-VL's projector: two convolutions at every other place."""
+        if self.merge != 4:
+            raise damaged(self.file.path, f"{self.merge} patches a side become a token")
+        first = self.merging("mm.0", 3)
+        second = self.merging("mm.1", 3, first.weight.rows)
+        last = self.linear("mm.model.fc", out, second.weight.rows)
+        return (*self.last_norms(), Neighbours(3, 2, 4), first, Neighbours(3, 2, 2), second, last)
 
     def convolved_steps(self, out: int) -> tuple[ProjectorStep, ...]:
         """The steps of HunyuanOCR's projector: two convolutions, the second one of a single place."""

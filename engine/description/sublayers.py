@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from engine.formats.ggml_types import TYPES
 from engine.formats.rope_order import HeadOrder
@@ -145,3 +145,15 @@ class Operator:
     def _fields(self, kind: type[T]) -> tuple[T, ...]:
         values = (getattr(self, field.name) for field in fields(self))
         return tuple(value for value in values if isinstance(value, kind))
+
+
+def parts_of(value: Any) -> Iterator[Any]:
+    """What a description consists of, down to matrices and vectors."""
+    if isinstance(value, Weight | Vector):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from parts_of(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for field in fields(value):
+            yield from parts_of(getattr(value, field.name))

@@ -13,14 +13,14 @@ description; the targets know no family.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.description.picture_size import Cut, SizeRule, TileRule
-from engine.description.sublayers import Vector, Weight
+from engine.description.sublayers import Vector, Weight, parts_of
 
 Activation = Literal["gelu", "exact gelu", "quick gelu", "silu", "relu2"]
 """GELU in the form with tanh, GELU with erf, x * sigmoid(1.702 x), SiLU, or the square of ReLU."""
@@ -181,7 +181,19 @@ class WindowQueries:
     last_norm: Norm
 
 
-ProjectorStep = Norm | Merge | Linear | Affine | Activate | PatchFeedForward | QueryAttention | WindowQueries
+@dataclass(frozen=True)
+class Neighbours:
+    """x, of which a token has `side` rows and columns, becomes what a convolution reads of every `stride`-th place: the
+    `kernel` x `kernel` places around it, channel by channel, with zeros beyond the edges. Rows come out row by row."""
+
+    kernel: int
+    stride: int
+    side: int
+
+
+ProjectorStep = (
+    Neighbours | Norm | Merge | Linear | Affine | Activate | PatchFeedForward | QueryAttention | WindowQueries
+)
 
 
 @dataclass(frozen=True)
@@ -484,15 +496,3 @@ class VisionSpec:
             columns + first, self.rotations.by_column
         )
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-
-
-def parts_of(value: Any) -> Iterator[Any]:
-    """What a description consists of, down to matrices and vectors."""
-    if isinstance(value, Weight | Vector):
-        yield value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from parts_of(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        for field in fields(value):
-            yield from parts_of(getattr(value, field.name))

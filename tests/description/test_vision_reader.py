@@ -62,6 +62,7 @@ def test_every_kind_is_read(kind, tmp_path):
             "deepseekocr2",
             "minicpmv4_6",
             "granite4_vision",
+            "step3vl",
         )
     )
     assert spec.summary_rows == {"nemotron_v2_vl": 3}.get(kind, int(kind in with_class))
@@ -185,6 +186,7 @@ LARGE = TileRule(512, "shape", least=2, most=10, area=2 * 256 * 32 * 32, align=3
 PAGES = TileRule(640, "shape", least=2, most=9, whole=640)
 SLICES = TileRule(448, "mean", most=9, align=14)
 CANVAS = TileRule(336, "canvas", most=16)
+WINDOWS = TileRule(504, "windows", 3024, most=36, area=728)
 CHOICES = TileRule(336, "choices", most=4, choices=((336, 672), (672, 336), (672, 672)))
 
 
@@ -211,6 +213,11 @@ CHOICES = TileRule(336, "choices", most=4, choices=((336, 672), (672, 336), (672
         (CANVAS, (640, 480), (672, 672, 2, 2)),
         (CANVAS, (1000, 300), (1008, 336, 1, 3)),
         (CANVAS, (9000, 3000), (2016, 672, 2, 6)),
+        (WINDOWS, (728, 500), None),
+        (WINDOWS, (700, 300), (1512, 504, 1, 3)),
+        (WINDOWS, (1000, 1300), (1008, 1512, 3, 2)),
+        (WINDOWS, (3024, 20), None),
+        (WINDOWS, (60_000, 900), (18_144, 504, 1, 36)),
         (CHOICES, (300, 200), (336, 672, 2, 1)),
         (CHOICES, (1000, 900), (672, 672, 2, 2)),
     ],

@@ -64,6 +64,7 @@ OTHERS = [
     *(rarely(kind, {}) for kind in ("lightonocr", "dots_ocr", "paddleocr", "kimivl", "lfm2")),
     rarely("glm4v", {}),
     rarely("adapter", {}),
+    rarely("step3vl", {}),
     ("minicpmv4_6", {"side": 64}),
     ("hunyuanvl", {}),
     rarely("mlp", {"side": 150}),

@@ -128,6 +128,10 @@ PICTURE_MARKS = {
     ),
     "deepseekocr": PictureMarks("<image>", after="\n"),
     "deepseekocr2": PictureMarks("<image>", after="\n"),
+    "step3vl": PictureMarks(
+        "<im_patch>", tile="<patch_start>", tile_end="<patch_end>", row_end="<patch_newline>", whole="<im_start>",
+        whole_end="<im_end>",
+    ),
     "adapter": PictureMarks("<|begin_of_image|>" * 578),
     "muse-glimmer": PictureMarks("<|patch|>", "<|image_start|>", "<|image_end|>"),
     "exaone4_5": PictureMarks("<vision><|image_pad|></vision>", "<vision>", "</vision>"),

@@ -22,6 +22,7 @@ from engine.description.vision import (
     ConvolutionNet,
     Linear,
     Merge,
+    Neighbours,
     Norm,
     PatchAttention,
     PatchFeedForward,
@@ -334,6 +335,8 @@ class CPUEncoder:
                 return self._queried(step, x, grid)
             case WindowQueries():
                 raise AssertionError("`lacks` says so")
+            case Neighbours():
+                return self._around(step, x, grid)
             case Norm():
                 return self._norm(x, step)
             case Linear():
@@ -353,6 +356,15 @@ class CPUEncoder:
                     return mean
                 x = x.transpose(0, 2, 1) if how == "channels" else x
                 return x.reshape(len(x), -1)
+
+    def _around(self, of: Neighbours, x: Floats, grid: Grid) -> Floats:
+        m, dim, k = of.side, x.shape[1], of.kernel
+        if m == self.spec.merge:  # the patches of a token follow each other
+            x = x.reshape(grid.rows, grid.columns, m, m, dim).transpose(0, 2, 1, 3, 4)
+        x = x.reshape(grid.rows * m, grid.columns * m, dim)
+        padded = np.pad(x, (*[(k // 2, k // 2)] * 2, (0, 0)))
+        around = np.lib.stride_tricks.sliding_window_view(padded, (k, k), (0, 1))
+        return np.ascontiguousarray(around[:: of.stride, :: of.stride]).reshape(-1, dim * k * k)
 
     def _queried(self, of: QueryAttention, x: Floats, grid: Grid) -> Floats:
         queries = self._norm(self._vectors[of.queries].reshape(of.count, -1), of.norm)

@@ -13,7 +13,8 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from engine.description.sublayers import Vector, Weight
+from engine.description.encoder_input import Grid
+from engine.description.sublayers import Vector, Weight, parts_of
 from engine.description.vision import (
     Activate,
     Activation,
@@ -22,6 +23,7 @@ from engine.description.vision import (
     Limits,
     Linear,
     Merge,
+    Neighbours,
     Norm,
     PatchAttention,
     PatchFeedForward,
@@ -30,7 +32,6 @@ from engine.description.vision import (
     Reduction,
     VisionSpec,
     WindowQueries,
-    parts_of,
 )
 from engine.kernels.quantized_matrix import QuantizedMatrix
 
@@ -165,8 +166,10 @@ class Parts:
         y = scores.softmax(-1).contiguous().matmul(v).transpose(1, 2).reshape(-1, dim).contiguous()
         return self.norm(x + self.linear(of.o, y).reshape(x.shape), of.norm).contiguous()
 
-    def projected(self, step: ProjectorStep, x: Tensor, spec: VisionSpec) -> Tensor:
+    def projected(self, step: ProjectorStep, x: Tensor, spec: VisionSpec, grid: Grid) -> Tensor:
         match step:
+            case Neighbours():
+                return neighbours(step, x, spec, grid)
             case Norm():
                 return self.norm(x, step)
             case Linear():
@@ -228,6 +231,23 @@ class Parts:
         x = x * ((x * x).mean(-1, keepdim=True) + norm.eps).rsqrt() if norm.eps is not None else x
         x = x * self._vectors[norm.weight] if norm.weight else x
         return x + self._vectors[norm.bias] if norm.bias else x
+
+
+def neighbours(of: Neighbours, x: Tensor, spec: VisionSpec, grid: Grid) -> Tensor:
+    """See `Neighbours`."""
+    rows, columns, m, dim = grid.rows * of.side, grid.columns * of.side, of.side, int(x.shape[-1])
+    x = x[: rows * columns]
+    if m == spec.merge:  # the patches of a token follow each other
+        x = x.reshape(grid.rows, grid.columns, m, m, dim).permute(0, 2, 1, 3, 4)
+    edge = of.kernel // 2
+    x = x.reshape(rows, columns, dim).pad(((edge, edge), (edge, edge), (0, 0))).contiguous()
+    every = [
+        x[i : i + rows : of.stride, j : j + columns : of.stride]
+        for i in range(of.kernel)
+        for j in range(of.kernel)
+    ]
+    around = every[0].stack(*every[1:], dim=-1)
+    return around.reshape(-1, dim * of.kernel**2).contiguous()
 
 
 def shares(scores: Tensor, type: DType) -> Tensor:

@@ -27,6 +27,7 @@ from engine.description.encoder_input import (
 )
 from engine.description.vision import (
     ConvolutionNet,
+    Neighbours,
     PatchAttention,
     PatchSublayer,
     Projector,
@@ -152,8 +153,10 @@ class GraphEncoder:
                     *(of_stem if projector.reads_stem else []),
                     *of_keys,
                 ]
-                run = partial(self._project, projector, len(others_of))
-                project = self._captured(size, shape_of(replace(projector, sublayers=0)), run)
+                run = partial(self._project, projector, len(others_of), grid)
+                is_of_grid = any(isinstance(step, Neighbours) for step in projector.steps)
+                key = grid if is_of_grid else None, shape_of(replace(projector, sublayers=0))
+                project = self._captured(size, key, run)
                 made = project(x, *others_of, *self._all.of(projector)).numpy()
                 parts[projector] = made[first_read:][:tokens] if spec.own_queries else made[:tokens]
         joined = np.concatenate([parts[projector] for projector in spec.projectors], axis=1)
@@ -210,7 +213,7 @@ class GraphEncoder:
         y = parts.norm(y, sublayer.post_norm) if sublayer.post_norm else y
         return (x + y).contiguous().realize()
 
-    def _project(self, projector: Projector, n_others: int, x: Tensor, *inputs: Tensor) -> Tensor:
+    def _project(self, projector: Projector, n_others: int, grid: Grid, x: Tensor, *inputs: Tensor) -> Tensor:
         """`inputs`: x after earlier sublayers; what the stem made; for fixed queries, what is added to the scores of
         patches, and the waves of their places; and the weights of the projector that is computed in the shape of this
         one."""
@@ -225,7 +228,7 @@ class GraphEncoder:
             elif isinstance(step, WindowQueries):
                 x = parts.asked_by_windows(step, x, self.spec)
             else:
-                x = parts.projected(step, x, self.spec)
+                x = parts.projected(step, x, self.spec, grid)
         return x.contiguous().realize()
 
 
