@@ -19,6 +19,7 @@ from engine.description.vision import (
     Affine,
     Linear,
     Merge,
+    Neighbours,
     Norm,
     PatchAttention,
     PatchFeedForward,
@@ -37,8 +38,10 @@ from engine.targets.nvidia.kernels.pictures.patches import (
     PatchHeads,
     embed_patches,
     merge_rows,
+    neighbour_rows,
     norm_patches,
     patch_input,
+    place_rows,
     rotate_patches,
     scale_rows,
 )
@@ -59,7 +62,15 @@ class PictureSteps(PictureKernels):
     ) -> None:
         super().__init__(encoder, allocate)
         spec, self._size = encoder.spec, size
-        self._counts = [allocate(4, dtypes.int32) for _ in range(3)]  # of patches, of squares and of tokens
+        self._patches = allocate(
+            4, dtypes.int32
+        )  # how many there are, and below of rows that a token has side x side of
+        sides = {
+            1,
+            spec.last_merge,
+            *(s.side // s.stride for s in spec.projector_steps if isinstance(s, Neighbours)),
+        }
+        self._counts = {side: allocate(4, dtypes.int32) for side in sorted(sides)}
         self._pixels = allocate(3 * size * spec.patch**2, dtypes.uint8)
         positions, half = spec.positions, 0
         self._n_terms = position_terms(spec, positions.table.size // spec.dim) if positions else 0
@@ -70,9 +81,10 @@ class PictureSteps(PictureKernels):
         self._turns = [allocate(size * half, dtypes.float32) for _ in range(2)] if half else []
         self._windows = allocate(2 * size, dtypes.int32) if spec.has_windows else None
         self._wave_rows = allocate(2 * size, dtypes.int32) if encoder.fixed_queries else None
-        self._rows, self._count = size, self._counts[0]
+        self._rows, self._count, self._side = size, self._patches, spec.merge
         sequences, made = [self._begun()], dict[Projector, Rows]()
         self._embed()
+        self._keep(0)
         at_once = max(1, _PART // size)
         for i, sublayer in enumerate(spec.sublayers):
             if i and i % at_once == 0:
@@ -80,6 +92,7 @@ class PictureSteps(PictureKernels):
             self._sublayer(sublayer)
             if spec.reduction and i + 1 == spec.reduction.sublayers:
                 self._reduce(spec.reduction)
+            self._keep(i + 1)
             for projector in spec.projectors_after(i + 1):
                 made[projector] = self._project(projector)
         self.results = [made[projector] for projector in spec.projectors]
@@ -93,9 +106,9 @@ class PictureSteps(PictureKernels):
     def begin(self, rgb: NDArray[np.uint8], grid: Grid, places: Places) -> None:
         """Copies a picture to the device."""
         tokens = grid.rows * grid.columns
-        squares = tokens * self._spec.last_merge**2
-        n_rows = squares * self._spec.square**2 + self._spec.summary_rows
-        for tensor, n in zip(self._counts, (n_rows, squares, tokens), strict=True):
+        counts = [(tensor, tokens * side**2) for side, tensor in self._counts.items()]
+        counts.append((self._patches, tokens * self._spec.merge**2 + self._spec.summary_rows))
+        for tensor, n in counts:
             overwrite(tensor, np.array([n, grid.columns, 0, 0], np.int32))
         if self._wave_rows is not None and (fixed := self._encoder.fixed_queries):
             _copy(self._wave_rows, fixed.places_of(grid))
@@ -199,9 +212,8 @@ class PictureSteps(PictureKernels):
         """Makes the squares of patches the stream."""
         self._flush()
         patches = Rows(self._spec.dim, self._stream)
-        mean, joined = (
-            self._merged(patches, of.side, how, 1, f"{how} of squares") for how in ("mean", "join")
-        )
+        self._make_fewer(of.side)
+        mean, joined = (self._merged(patches, of.side, how, f"{how} of squares") for how in ("mean", "join"))
         self._stream = mean.tensor
         x = self._fragments("normed squares", joined.cols)
         self._add(
@@ -212,15 +224,29 @@ class PictureSteps(PictureKernels):
         x = self._activated(hidden, "activated squares", None, None, of.feed_forward.activation)
         self._pending = self._linear(of.feed_forward.down, x, "down squares"), None
 
-    def _merged(self, x: Rows, side: int, how: MergeHow, count: int, name: str) -> Rows:
-        """Rows of `side` x `side` others, of which the counter `count` has the number: they are what is computed with
-        from now on."""
-        merged = -(-self._size // (self._spec.merge if count == 2 else side) ** 2 // ROWS) * ROWS
+    def _make_fewer(self, by: int) -> None:
+        """From now on, rows are those of squares of `by` x `by` rows."""
+        self._side //= by
+        self._rows = -(-self._size // (self._spec.merge // self._side) ** 2 // ROWS) * ROWS
+        self._count = self._counts[self._side]
+
+    def _merged(self, x: Rows, side: int, how: MergeHow, name: str) -> Rows:
+        """Rows of `side` x `side` others."""
         cols = x.cols if how == "mean" else x.cols * side**2
-        out = self._buffer(name, merged * cols)
-        self._rows, self._count = merged, self._counts[count]
-        self._add(merge_rows(merged, x.cols, side, how), out=out, rows=x.tensor, count=self._count)
+        out = self._buffer(name, self._rows * cols)
+        self._add(merge_rows(self._rows, x.cols, side, how), out=out, rows=x.tensor, count=self._count)
         return Rows(cols, out)
+
+    def _keep(self, done: int) -> None:
+        """Keeps the stream after so many sublayers, if a projector reads it later."""
+        for projector in self._spec.projectors:
+            parts = *projector.earlier, projector.sublayers
+            if projector.earlier and done in parts:
+                self._flush()
+                cols, dim = self._spec.dim * len(parts), self._spec.dim
+                kept = self._buffer(f"kept for {projector.sublayers}", self._rows * cols)
+                kernel = place_rows(self._rows, dim, cols, parts.index(done) * dim)
+                self._add(kernel, out=kept, rows=self._stream, count=self._count)
 
     def _feed_forward(self, of: PatchFeedForward, norm: Norm) -> Rows:
         linears = (of.gate, of.up) if of.gate else (of.up,)
@@ -264,14 +290,17 @@ class PictureSteps(PictureKernels):
     def _project(self, projector: Projector) -> Rows:
         """The steps of a projector; returns the rows of the last one."""
         self._flush()
-        of_patches = self._rows, self._count
+        of_patches = self._rows, self._count, self._side
         x = Rows(self._spec.dim, self._stream)
+        if projector.earlier:
+            cols = self._spec.dim * (len(projector.earlier) + 1)
+            x = Rows(cols, self._buffer(f"kept for {projector.sublayers}", self._rows * cols))
         *others, last = projector.steps
         for i, step in enumerate(others):
             x = self._projected(step, x, f"projected{i}")
         name = f"after {projector.sublayers}"  # of its own: it is read when all is done
         x = self._plain(self._projected(last, x, name), f"embeddings {name}")
-        self._rows, self._count = of_patches
+        self._rows, self._count, self._side = of_patches
         return x
 
     def _projected(self, step: ProjectorStep, x: Rows, name: str) -> Rows:
@@ -299,7 +328,16 @@ class PictureSteps(PictureKernels):
                 self._add(kernel, out=out, rows=x.tensor, count=self._count, **tensors)
                 return Rows(x.cols, out)
             case Merge(how=how):
-                return self._merged(self._plain(x, f"{name} of"), spec.last_merge, how, 2, name)
+                x = self._plain(x, f"{name} of")
+                self._make_fewer(spec.last_merge)
+                return self._merged(x, spec.last_merge, how, name)
+            case Neighbours(kernel=k, stride=stride, side=side):
+                x = self._plain(x, f"{name} of")
+                self._make_fewer(stride)
+                out = self._buffer(name, self._rows * x.cols * k**2)
+                kernel = neighbour_rows(self._rows, x.cols, k, stride, side, side == spec.merge)
+                self._add(kernel, out=out, rows=x.tensor, count=self._count)
+                return Rows(x.cols * k**2, out)
             case QueryAttention():
                 return self._queried(step, self._plain(x, f"{name} of"), name)
         raise AssertionError(step)

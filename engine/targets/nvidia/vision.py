@@ -20,7 +20,6 @@ from engine.description.encoder_input import Floats, Grid, Places, as_read, plac
 from engine.description.sublayers import Weight
 from engine.description.vision import (
     Linear,
-    Neighbours,
     PatchAttention,
     PatchFeedForward,
     QueryAttention,
@@ -69,14 +68,10 @@ def lacks(spec: VisionSpec) -> str:
         return "more fixed queries than a picture may have patches"
     if spec.stem:
         return "an encoder before the encoder" if isinstance(spec.stem, Stem) else "a net of convolutions"
-    if any(isinstance(step, Neighbours) for step in spec.projector_steps):
-        return "convolutions of patches"
     if any(isinstance(step, WindowQueries) for step in spec.projector_steps):
         return "queries of windows"
     if spec.pixel_norm:
         return "a norm of pixels"
-    if any(projector.earlier for projector in spec.projectors):
-        return "a projector of several layers"
     attention = [s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention)]
     if any(a.norms_all_heads for a in attention):
         return "a norm over all heads"

@@ -171,6 +171,14 @@ def check_an_encoder_of_fixed_queries() -> None:
     encoder_of("resampler", [(5, 6)], side=24, out=128)
 
 
+def check_an_encoder_with_convolutions_after_its_layers() -> None:
+    encoder_of("step3vl", [(3, 3)])
+
+
+def check_an_encoder_whose_projector_reads_several_layers() -> None:
+    encoder_of("mlp", [(4, 4)], features=(0, 1, 2), side=16)
+
+
 def check_an_encoder_of_squares_of_patches() -> None:
     """Four of them become one row after the first layer, after attention within them."""
     encoder_of("minicpmv4_6", [(3, 2)])

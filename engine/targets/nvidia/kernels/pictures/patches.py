@@ -280,6 +280,51 @@ def merge_rows(merged: int, cols: int, merge: int, how: MergeHow) -> Kernel:
 
 
 @functools.cache
+def neighbour_rows(
+    size: int, cols: int, kernel_side: int, stride: int, side: int, is_ordered: bool
+) -> Kernel:
+    """What a convolution reads (`Neighbours`): `kernel_side` x `kernel_side` rows of those that a token has `side` x
+    `side` of, channel by channel, for every `stride`-th row and column of them. Rows are those of a picture, row by
+    row, or token by token if they are `is_ordered`. Buffers: out, float32 (size, columns); rows, float32 (n, cols);
+    count: of rows of out, and at index 1 the columns of tokens."""
+    area, per_token = kernel_side**2, (side // stride) ** 2
+
+    def kernel(out: UOp, rows: UOp, count: UOp) -> UOp:
+        column, row, ok = _element(size, cols * area, count)
+        tokens = load(count, 1).maximum(1).cast(row.dtype)
+        width, height = tokens * side, used_rows(count, size) // per_token // tokens * side
+        across = width // stride
+        place = column % area
+        y = row // across * stride + place // kernel_side - kernel_side // 2
+        x = row % across * stride + place % kernel_side - kernel_side // 2
+        inside = ok & (y >= 0) & (y < height) & (x >= 0) & (x < width)
+        y, x = y.maximum(0), x.maximum(0)
+        source = y * width + x
+        if is_ordered:
+            source = (y // side * tokens + x // side) * side**2 + y % side * side + x % side
+        value = inside.where(load(rows, source * cols + column // area, inside), f32(0))
+        name = f"patch_neighbours_{size}_{cols}_{kernel_side}_{stride}_{side}"
+        return finish(name, [store(out, row * (cols * area) + column, value, ok)])
+
+    return Kernel(kernel, ("out",), ("rows", "count"))
+
+
+@functools.cache
+def place_rows(size: int, cols: int, width: int, first: int) -> Kernel:
+    """Rows as columns of wider ones, from `first` on. Buffers: out, float32 (size, width); rows, float32 (size, cols);
+    count."""
+
+    def kernel(out: UOp, rows: UOp, count: UOp) -> UOp:
+        column, row, ok = _element(size, cols, count)
+        value = load(rows, row * cols + column, ok)
+        return finish(
+            f"patch_place_{size}_{cols}_{first}", [store(out, row * width + first + column, value, ok)]
+        )
+
+    return Kernel(kernel, ("out",), ("rows", "count"))
+
+
+@functools.cache
 def scale_rows(size: int, cols: int, factor: float, has_minus: bool, has_times: bool) -> Kernel:
     """(row * factor - minus) * times (`Affine`). Buffers: out and rows, float32 (size, cols); minus and times, float32
     (cols,); count."""
