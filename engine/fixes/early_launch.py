@@ -90,8 +90,7 @@ def with_waits(uops: Sequence[UOp], info: HintedInfo) -> list[UOp]:
             place = len(result) - (uop.op is Ops.STORE and result[-1].op is Ops.IF)  # on no condition
             at = loop_at if depth else place
             result[at:at], place, requests = requests, place + len(requests), []
-            releases = hints.releases == "after its wait" and RELEASE not in result
-            result[place:place] = [WAIT, RELEASE] if releases else [WAIT]
+            result[place:place] = [WAIT, *[RELEASE] * (hints.releases == "after its wait")]
             waits, surely = True, not depth
         if hints.releases == "before its first barrier" and uop.op is Ops.BARRIER and RELEASE not in result:
             result.append(RELEASE)

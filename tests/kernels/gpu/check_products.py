@@ -259,13 +259,15 @@ def check_embeddings_of_layers() -> None:
 
 
 def check_matrices_of_several_types() -> None:
-    """Matrices of several types in one product: whole blocks and not, of one scaling and of two, one loop or more."""
-    cols = 256
-    x = rng.standard_normal(cols).astype(np.float32)
+    """Matrices of several types in one product of a normed vector: whole blocks and not, of one scaling and of two,
+    one step or more."""
+    cols, eps = 256, 1e-5
+    x, sums = rng.standard_normal(cols).astype(np.float32), np.float32([30, 1, 50, 20, 70])
+    rms = (sums.sum() / cols + eps) ** -0.5
     stacks = (
         (((14, 3), (12, 6), (8, 2)), Schedule(2, 2, 2)),
-        (((1, 5), (2, 4)), Schedule(4, 2, 1)),
         (((12, 8), (14, 4)), Schedule(4, 2, 2)),
+        (((1, 5), (2, 4)), Schedule(4, 2, 1)),
         (((39, 4), (11, 4), (20, 4)), Schedule(4, 2, 1)),
     )
     for kinds, schedule in stacks if THOROUGH else stacks[:2]:
@@ -276,10 +278,11 @@ def check_matrices_of_several_types() -> None:
             for s in stack.input_scale_bits
         ]
         planes = [plane for own, _ in matrices for plane in own]
-        y = np.concatenate([weights.astype(np.float64) @ x for _, weights in matrices])
+        y = np.concatenate([weights.astype(np.float64) @ x for _, weights in matrices]) * rms
         logits, n = zeros(stack.rows), stack.n_blocks(schedule)
         best, best_row = zeros(n), zeros(n, dtypes.int32)
-        run(matvec(stack, schedule, as_logits(), "t"), logits, best, best_row, *vectors, *planes)
+        kernel = matvec(stack, schedule, as_logits(), "t", len(sums), eps)
+        run(kernel, logits, best, best_row, *vectors, buffer(sums), *planes)
         close(logits.numpy(), y)
         assert best_row.numpy()[best.numpy().argmax()] == y.argmax()
 

@@ -34,12 +34,16 @@ from engine.targets.nvidia.kernels.products.epilogues import BlockRows, Epilogue
 from engine.targets.nvidia.kernels.products.head_norm import HeadNorm
 from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule, SharedExpert, StackedMatrices
 from engine.targets.nvidia.kernels.uops import (
+    INDEX,
+    U32,
     after_store,
     f32,
     finish,
     inverse_rms,
     load,
+    mask,
     shared,
+    shift_right,
     sigmoid,
     store,
     tree,
@@ -114,14 +118,14 @@ def matvec(
             of_experts = experts, probabilities, counts, router, scales, biases, choice_bias
             mixture = block.mixture(chosen, *of_experts)
         of_heads = functools.partial(heads.factor, head_sums) if heads and head_sums is not None else None
-        sums = block.sums(x, beside_x, planes, mixture, of_heads)
+        norm_share = functools.partial(block.share, norm_sums, n_norm_sums) if norm_sums is not None else None
+        sums, norm_sum = block.sums(x, beside_x, planes, mixture, of_heads, norm_share)
         if stack.shared:
             assert chosen and shared_x is not None
             gate = None if router is None else load(router, chosen.n)
             sums = block.with_shared(stack.shared, sums, shared_x, gate, planes)
         choice = mixture.choice if mixture else None
         powers = choice.powers(block.t, s.threads) if choice else None
-        norm_sum = None if norm_sums is None else block.share(norm_sums, n_norm_sums)
         division = []
         if divides:  # here, beside loads that are under way
             assert other is not None and other_digits is not None and other_factors is not None
@@ -185,6 +189,11 @@ class _Block:
                 UOp.const(self.parts[0].rows), lambda part: UOp.const(part.rows_before + part.rows)
             )
 
+    @property
+    def is_in_one_step(self) -> bool:
+        """Whether a thread has one unit of a row."""
+        return all(units_of(of.cols) <= self.schedule.threads for of in self.stack.stacks)
+
     def _of_part(self, of_first: UOp, of: Callable[[_Part], UOp]) -> UOp:
         """A value for the matrix whose rows the block has, of which that of the first one is given."""
         value = of_first
@@ -210,11 +219,13 @@ class _Block:
 
     def sums(
         self, x: Sequence[UOp], beside_x: Sequence[UOp], planes: Sequence[UOp], mixture: ExpertRows | None,
-        of_heads: Callable[[UOp, UOp | None], UOp] | None,
-    ) -> list[UOp]:  # fmt: skip
+        of_heads: Callable[[UOp, UOp | None], UOp] | None, norm_share: Callable[[UOp | None], UOp] | None,
+    ) -> tuple[list[UOp], UOp | None]:  # fmt: skip
         """This thread's partial sums of its rows, added over the matrices: those of which the block has no rows give
-        zeros. `of_heads`: what a unit of the vector is to be multiplied by."""
+        zeros. `of_heads`: what a unit of the vector is to be multiplied by. And its share of the norm's sums, if it
+        has one (`norm_share`): in branches, where it is loaded beside the vector."""
         left, results = iter(planes), list[UOp]()
+        is_in_branches = norm_share is not None and len(self.parts) > 1 and self.is_in_one_step
         for k, part in enumerate(self.parts):
             of, layout, rows = part.of, part.layout, self._rows_of(part)
             own_planes = [*itertools.islice(left, len(layout.shapes(part.rows, of.cols)))]
@@ -225,9 +236,14 @@ class _Block:
             if len(self.parts) > 1:
                 active = (self.number >= part.blocks_before) & (self.number < end)
             arguments = layout, of.cols, vectors, own_planes, rows, self.t, self.schedule.threads, active, k
-            sums = mixture.sums(*arguments) if mixture and of.experts else _row_sums(*arguments, of_heads)
+            if mixture and of.experts:
+                sums = mixture.sums(*arguments)
+            else:
+                sums = _row_sums(*arguments, of_heads, norm_share if is_in_branches else None)
             results = [a + b for a, b in zip(results, sums, strict=True)] if results else sums
-        return results
+        if norm_share is None:
+            return results, None
+        return (results[:-1], results[-1]) if is_in_branches else (results, norm_share(None))
 
     def with_shared(
         self, shared: SharedExpert, sums: Sequence[UOp], x: UOp, gate: UOp | None, planes: Sequence[UOp]
@@ -242,12 +258,16 @@ class _Block:
         factor = factor if gate is None else sigmoid(gate) * factor
         return [a + b * factor for a, b in zip(sums, own, strict=True)]
 
-    def share(self, sums: UOp, n: int) -> UOp:
-        """The sum of a thread's share of `sums`, float32 (n,), which the threads of the first group divide."""
+    def share(self, sums: UOp, n: int, step: UOp | None) -> UOp:
+        """The sum of a thread's share of `sums`, float32 (n,), which the threads of the first group divide. `step`: of
+        the branch that it is loaded in, the first one."""
         each, first = -(-n // self.schedule.threads), self.group.eq(0)
+        begin = self.t * each
+        if step is not None:
+            begin = begin + step * (each * self.schedule.threads)
         values = []
         for i in range(each):
-            index = self.t * each + i
+            index = begin + i
             inside = first if n % self.schedule.threads == 0 else first & (index < n)
             values.append(load(sums, index, inside))
         return tree(values)
@@ -400,17 +420,19 @@ def _hints(
 def _row_sums(
     layout: WeightLayout, cols: int, x: Sequence[UOp], planes: Sequence[UOp], rows: Sequence[UOp], t: UOp,
     threads: int, active: UOp | None, axis: int, factor_of: Callable[[UOp, UOp | None], UOp] | None = None,
+    beside: Callable[[UOp | None], UOp] | None = None,
 ) -> list[UOp]:  # fmt: skip
     """The partial sums of rows of one matrix, by thread t of `threads`. `x`: the vector, or its digits and their
     factors. `factor_of`: what a unit of the vector is to be multiplied by. If the block is not `active`, its loop has
-    no steps and the sums are zeros, so that it costs only a branch."""
+    no steps and the sums are zeros, so that it costs only a branch. `beside`: another value that is added over the
+    steps, the last of the sums."""
     units = units_of(cols)
     steps = -(-units // threads)
-    if active is not None:  # tinygrad moves code that precedes a loop of one step at most into the loop
-        steps = max(steps, 2)
+    trips: int | UOp = steps
+    if active is not None:
         rows = layout.rows_of_active(rows, units, active)
-    trips = steps if active is None else active.where(UOp.const(steps), UOp.const(0))
-    step = UOp.range(trips, axis, AxisType.REDUCE) if steps > 1 else None
+        trips = active.where(UOp.const(steps), UOp.const(0)) if steps > 1 else _once(active)
+    step = UOp.range(trips, axis, AxisType.REDUCE) if steps > 1 or active is not None else None
     unit = t if step is None else t + step * threads
     inside = None if units == threads * steps else unit < units
     dot = digit_rows.vector_unit(layout, x, units, unit, inside)
@@ -418,7 +440,16 @@ def _row_sums(
     if factor_of is not None:
         factor = factor_of(unit, inside)
         products = [p * factor for p in products]
+    if beside is not None:
+        products.append(beside(step))
     return products if step is None else [p.reduce(step, arg=Ops.ADD) for p in products]
+
+
+def _once(condition: UOp) -> UOp:
+    """1 where a condition holds, else 0, of a loop that is a branch. It is in the bits of a float, since tinygrad moves
+    code that precedes a loop into it if it knows that this has one step at most."""
+    one = condition.where(f32(1), f32(0)).bitcast(U32)
+    return mask(shift_right(one, 29), 3).cast(INDEX)
 
 
 def chunks(stack: StackedMatrices, s: Schedule) -> int:

@@ -170,7 +170,7 @@ def _can_be_held(stack: StackedMatrices, s: Schedule) -> bool:
 
 
 def _steps(stack: StackedMatrices, s: Schedule) -> int:
-    """Units of a row that a thread takes; the loop of stacked matrices has two steps at least."""
+    """Units of a row that a thread takes; of stacked matrices two at least, as when the numbers were fitted."""
     return max(1 + (len(stack.matrices) > 1), math.ceil(stack.units / s.threads))
 
 
