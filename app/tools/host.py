@@ -26,6 +26,7 @@ from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import (
     CONNECTION_CLOSED,
+    INTERNAL_ERROR,
     REQUEST_TIMEOUT,
     AudioContent,
     CallToolResult,
@@ -80,9 +81,12 @@ class Connection:
         self._is_listed = asyncio.Event()
         self._is_unknown = False  # to the server is the session, as it has begun anew or has forgotten it
         self._lost = asyncio.Event()  # for that reason
+        self._status = 0  # of the last answer over HTTP
 
-    def _find_unknown(self) -> None:
-        self._is_unknown = True
+    def _heard(self, status: int, in_session: bool) -> None:
+        """A server over HTTP has answered with a status."""
+        self._status = status
+        self._is_unknown |= status == 404 and in_session
 
     async def run(self) -> None:
         """Runs the server until this is cancelled, or until it ends. What happens is written."""
@@ -153,7 +157,7 @@ class Connection:
         http = httpx2.AsyncClient(
             headers={**self._server.headers, "Accept-Encoding": "identity"},
             timeout=httpx2.Timeout(START_S, read=most_s),
-            transport=_Bounded(self._flooded, most_s, self._find_unknown),
+            transport=_Bounded(self._flooded, most_s, self._heard),
         )
         return streamable_http_client(
             self._server.url,
@@ -214,6 +218,11 @@ class Connection:
             flaw = error.errors(include_url=False, include_context=False, include_input=False)[0]
             place = ".".join(map(str, (error.title, *flaw["loc"])))
             return f"sent an answer that MCP does not have: {place[:100]}: {flaw['msg'][:200]}"
+        if isinstance(error, MCPError) and error.code == INTERNAL_ERROR and self._status >= 400:
+            key = ": does it need a key, in headers?" if self._status in (401, 403) else ""
+            return (
+                f"failed: it answered with the status {self._status}{key}"  # the library does not say which
+            )
         text = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         return f"failed: {text[:300]}"
 
@@ -249,11 +258,12 @@ class _Flooding(Exception):
 class _Bounded(httpx2.AsyncBaseTransport):
     """Ends an answer that is longer than MESSAGE_BYTES, or comes after `most_s`, when nobody waits for it. Streams of
     events, whose events are bounded, may be longer; with more than MOST_LINES the server is left, by `flooded`. A
-    compressed answer is refused: a megabyte of it may be gigabytes. `find_unknown` is called when the server does not
-    know the session. The library asks for a stream of events again at once, if the server says so: here it waits."""
+    compressed answer is refused: a megabyte of it may be gigabytes. `heard` is called with the status of each
+    answer, and whether its request was in a session. The library asks for a stream of events again at once, if the
+    server says so: here it waits."""
 
-    def __init__(self, flooded: asyncio.Event, most_s: float, find_unknown: Callable[[], None]) -> None:
-        self._flooded, self._most_s, self._find_unknown = flooded, most_s, find_unknown
+    def __init__(self, flooded: asyncio.Event, most_s: float, heard: Callable[[int, bool], None]) -> None:
+        self._flooded, self._most_s, self._heard = flooded, most_s, heard
         self._lines, self._next_stream_s = Flood(MOST_LINES), 0.0
         self._by_scheme: dict[str, httpx2.AsyncHTTPTransport] = {}
 
@@ -268,8 +278,8 @@ class _Bounded(httpx2.AsyncBaseTransport):
             wait_s, self._next_stream_s = self._next_stream_s - time.monotonic(), time.monotonic() + STREAM_S
             await asyncio.sleep(max(0.0, wait_s))
         response = await self._transport(request.url.scheme).handle_async_request(request)
-        if response.status_code == 404 and request.method == "POST" and "mcp-session-id" in request.headers:
-            self._find_unknown()
+        if request.method == "POST":
+            self._heard(response.status_code, "mcp-session-id" in request.headers)
         if response.headers.get("content-encoding", "identity").strip().lower() != "identity":
             await response.aclose()
             raise _Compressed

@@ -1,11 +1,14 @@
 """Kernels compiled for a chip that is not here."""
 
+from pathlib import Path
+
 import pytest
 
 from engine.errors import BackendError
 from tests.thorough import thorough
-from tools.measure.chip_compiler import LIMITS, Use, read_log, runtime_compilers
-from tools.measure.chip_kernels import KernelText, fault, run, texts, usual_models
+from tools.measure.chip_compiler import LIMITS, RuntimeCompiler, Use, read_log, runtime_compilers
+from tools.measure.chip_kernels import fault, report, run, texts, uses_of, usual_models
+from tools.measure.simulated_gpu import KernelText
 
 SAID = """\
 ptxas info    : Compiling entry function '_ZN2k110E_2176_32_4EPf' for 'sm_87'
@@ -49,8 +52,24 @@ def test_what_does_not_do_is_said():
 def test_no_kernel_is_compiled_beside_headers_of_another_one():
     """Else it could name a type that it does not know alone."""
     half, plain = "#include <cuda_fp16.h>\nhalf a;", "half *b;"
-    kernels = [KernelText("k", source, 32, 0, 0) for source in [half, plain] * 30]
-    assert [[*{k.source for k in text}] for text in texts(kernels)] == [[plain]] * 2 + [[half]] * 2
+    group = "#include <cuda_fp16.h>\nwgmma.fence"  # of one chip only
+    kernels = [KernelText("k", source, 32, 0, 0) for source in [half, plain] * 30 + [group]]
+    found = [[*{k.source for k in text}] for text in texts(kernels)]
+    assert found == [[plain]] * 2 + [[half]] * 2 + [[group]]
+
+
+def test_why_a_kernel_is_not_compiled_is_said_of_that_kernel(monkeypatch):
+    def uses(_, sources, chip):
+        if bad := [source for source in sources if "make_float(" in source]:
+            raise BackendError(f"{bad[0]} is not compiled for {chip}.")
+        return [Use(1, 0, 0)] * len(sources)
+
+    monkeypatch.setattr(RuntimeCompiler, "__init__", lambda self, path: None)
+    monkeypatch.setattr(RuntimeCompiler, "uses", uses)
+    kernels = [KernelText("k", source, 32, 0, 0) for source in ("a", "make_float(a)", "b")]
+    found = uses_of(Path(), kernels, "sm_90")
+    assert found == [Use(1, 0, 0), "make_float(a) is not compiled for sm_90.", Use(1, 0, 0)]
+    assert report("NVRTC", kernels, found, "sm_90", verbose=False) == [f"k: {found[1]}"]
 
 
 @thorough

@@ -35,6 +35,7 @@ class Limits:
 
 _BLOCK_THREADS = 1024  # at most
 LIMITS = {
+    "sm_75": Limits(1024, 16, 64),
     "sm_80": Limits(2048, 32, 164),
     "sm_86": Limits(1536, 16, 100),
     "sm_87": Limits(1536, 16, 164),
@@ -78,6 +79,12 @@ def included(source: str) -> tuple[str, ...]:
     return tuple(line for line in source.splitlines() if line.startswith("#include"))
 
 
+def alike(source: str) -> tuple[str, ...]:
+    """What kernels have in common that are compiled as one text, so that each would compile alone: the headers, and
+    whether they have instructions of one chip only (`engine.fixes.warpgroup_products`)."""
+    return (*included(source), *["wgmma"] * ("wgmma." in source))
+
+
 def joined(sources: Sequence[str]) -> str:
     """One file of CUDA C: each kernel in a namespace of its own, k0, k1, …, and what they include before them."""
     includes: dict[str, None] = {}
@@ -118,11 +125,11 @@ class RuntimeCompiler:
         self.name = f"NVRTC {major.value}.{minor.value}"
 
     def uses(self, sources: Sequence[str], chip: str) -> list[Use]:
-        """What each of these kernels takes, in their order; all include the same. Raises BackendError if one cannot be
+        """What each of these kernels takes, in their order; they are `alike`. Raises BackendError if one cannot be
         compiled."""
-        assert len(set(map(included, sources))) == 1
-        program = ctypes.c_void_p()
-        options = [f"--gpu-architecture={chip}", f"-I{self._headers}", "--ptxas-options=-v"]
+        assert len(set(map(alike, sources))) == 1
+        program, own = ctypes.c_void_p(), "a" if "wgmma" in alike(sources[0]) else ""
+        options = [f"--gpu-architecture={chip}{own}", f"-I{self._headers}", "--ptxas-options=-v"]
         text = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         self._library.nvrtcCreateProgram(
             ctypes.byref(program), joined(sources).encode(), b"kernels.cu", 0, None, None

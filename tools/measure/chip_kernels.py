@@ -6,14 +6,14 @@ No GPU is needed: the engine chooses its kernels as on such a GPU (an Orin by de
 CUDA's runtime compiler compiles them, each release that is on this machine (the packages nvidia-cuda-nvrtc-cu12 and
 nvidia-cuda-nvrtc bring it, `--nvrtc` names another). A MODEL is a GGUF file, whose weights are not read. Without one
 they are a model of each type of weights, one of each architecture, and, with the test data beside the checkout, models
-of full size. The exit code is 1 if a kernel spills registers, if a block has too much shared memory or too many
-registers to run, or if a kernel has instructions of later chips.
+of full size. What has no kernels of ours runs as tensor graphs, whose kernels are compiled too. The exit code is 1 if a
+kernel is not compiled, if one spills registers, if a block has too much shared memory or too many registers to run, or
+if a kernel has instructions of later chips.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import multiprocessing
 import os
 import re
@@ -21,13 +21,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from engine.devices.cpus import allowed_cpus
 from engine.errors import BackendError
@@ -37,12 +35,12 @@ from tools.measure.chip_compiler import (
     STATIC_SHARED,
     RuntimeCompiler,
     Use,
-    included,
+    alike,
     runtime_compilers,
 )
 from tools.measure.engine_process import alone
+from tools.measure.simulated_gpu import KernelText, stand_in, take_encoder, take_model, texts_of
 
-CONTEXT = 16384
 _TOGETHER = 24  # kernels that are compiled as one text
 _LAYERS: dict[str, Any] = {"architecture": "qwen3", "dim": 2048, "heads": 16, "kv_heads": 8, "ffn": 6144}
 FULL_SIZE = (
@@ -66,102 +64,23 @@ ENCODERS: dict[str, tuple[str, dict[str, int]]] = {
 _LATER = re.compile(r"griddepcontrol|cp\.async\.bulk|wgmma|mbarrier|setmaxnreg")  # of 9.0 and later
 
 
-@dataclass(frozen=True)
-class KernelText:
-    """A kernel in CUDA C. `dynamic_shared`: the shared memory that its launch gives a block; `least`: how many blocks
-    it wants on a multiprocessor."""
-
-    name: str
-    source: str
-    threads: int
-    dynamic_shared: int
-    least: int
-
-
 # ---- the kernels of a model -----------------------------------------------------------------------------
 
 
 def kernels_of(path: str, chip: str, parallel: int, kv: str, is_nv: bool) -> list[KernelText]:
     """All kernels that the engine would compile for a model. To be called in a process of its own."""
-    gc.disable()  # a fifth of the time that kernels take to render
-    os.environ |= {"DEV": f"NULL:NVCC:{chip}", "PARALLEL": "0", "NULL_ALLOW_COPYOUT": "1"}
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache  # kernels that are cached would not be rendered
-        return _render(path, parallel, kv, is_nv)
+        programs = stand_in(chip, LIMITS[chip].threads, is_nv)
+        from engine.description.vision_reader import is_encoder
+        from engine.formats.gguf import GGUF
 
-
-def _render(path: str, parallel: int, kv: str, is_nv: bool) -> list[KernelText]:
-    from tinygrad import Device, UOp, codegen
-    from tinygrad.runtime.support import compiler_cuda
-
-    from engine.description.architectures import read_spec
-    from engine.description.vision_reader import is_encoder
-    from engine.fixes import dynamic_shared, index_lowering, slice_shapes
-    from engine.formats.gguf import GGUF
-    from engine.formats.kv_format import KVFormat
-    from engine.loading.weights import Weights
-    from engine.targets.nvidia.runner import NvidiaRunner
-    from engine.targets.nvidia.sublayers import attention
-    from engine.targets.nvidia.weights import GPUModel
-
-    stock, programs = codegen.do_to_program, list[UOp]()
-
-    def keep(*arguments: Any) -> UOp:
-        programs.append(stock(*arguments))
-        return programs[-1]
-
-    filled = Future[None]()
-    filled.set_result(None)
-    Device[Device.DEFAULT].allocator.free_cache = lambda: None  # which only devices with memory have
-    for fix in (dynamic_shared, index_lowering, slice_shapes):
-        fix.apply()
-    with (
-        mock.patch.object(compiler_cuda.NVCCCompiler, "compile_cached", lambda self, source: b"nothing"),
-        mock.patch.object(codegen, "do_to_program", keep),
-        mock.patch.object(GPUModel, "begin_fill", lambda self, weights: filled),
-        mock.patch.object(attention, "shared_limit", lambda: STATIC_SHARED if is_nv else 99 << 10),
-    ):
         file = GGUF(path)
         if is_encoder(file):
-            _take_encoder(file)
-            return _texts(programs)
-        spec = read_spec(file)
-        context = min(CONTEXT, spec.trained_context)
-        runner = NvidiaRunner(Weights(file, spec, lambda _: None), context, parallel, KVFormat.parse(kv))
-        for size in runner.chunk_sizes:
-            runner.prepare(size)
-        for count in runner.row_counts:
-            runner.prepare_rows(count)
-    return _texts(programs)
-
-
-def _take_encoder(file: Any) -> None:
-    """Takes the steps of an encoder of pictures, of all sizes."""
-    from engine.description.vision_reader import read_vision
-    from engine.loading.weights import FileWeights
-    from engine.targets.nvidia import vision
-
-    spec = read_vision(file)
-    with mock.patch.object(vision, "fill", lambda weights, matrices: None):
-        encoder = vision.NvidiaEncoder(FileWeights(file, list(spec.weights()), lambda _: None), spec)
-        for prepare in encoder.preparations():
-            prepare()
-
-
-def _texts(programs: Sequence[Any]) -> list[KernelText]:
-    from engine.kernels.launch_hints import hints_of
-
-    found = {}
-    for program in programs:
-        name, hints, source = program.src[0].arg.name, hints_of(program), str(program.src[2].arg)
-        x, y, z = program.arg.local_size
-        found[source] = KernelText(_plain(name), source, x * y * z, hints.shared_bytes, hints.min_blocks)
-    return list(found.values())
-
-
-def _plain(name: str) -> str:
-    """Without the colours that tinygrad gives its own kernels."""
-    return re.sub(r"\x1b\[\d+m", "", name)
+            take_encoder(file)
+        else:
+            take_model(file, parallel, kv)
+        return texts_of(programs)
 
 
 def _kernels(
@@ -190,7 +109,8 @@ def usual_models() -> Mapping[str, Callable[[Path], None]]:
     types = [generated_model.Type(n).name for n in {read_as(n): n for n in READ_TYPES if n in known}.values()]
     models = {f"matrices of {name}": partial(_written, quant=name, **_LAYERS) for name in types}
     for name in generated_families.ARCHITECTURES:
-        models[f"small {name}"] = partial(_written, architecture=name, quant="Q8_0", layers=4, dim=256)
+        dim = 64 if name == "qwen4exp" else 256  # whose tables of embeddings have one width
+        models[f"small {name}"] = partial(_written, architecture=name, quant="Q8_0", layers=4, dim=dim)
     models |= {f"encoder of {name}": partial(_encoder, name) for name in ENCODERS}
     return models | {name: partial(_sparse, name) for name in (FULL_SIZE if SHARED.exists() else ())}
 
@@ -249,31 +169,44 @@ def fault(kernel: KernelText, use: Use, chip: str) -> str:
 
 
 def texts(kernels: Sequence[KernelText]) -> list[list[KernelText]]:
-    """Those that are compiled as one text: they include the same headers, so that each would compile alone."""
-    headers: Callable[[KernelText], tuple[str, ...]] = lambda kernel: included(kernel.source)
-    alike = [[*group] for _, group in groupby(sorted(kernels, key=headers), headers)]
-    return [group[i : i + _TOGETHER] for group in alike for i in range(0, len(group), _TOGETHER)]
+    """Those that are compiled as one text."""
+    kind: Callable[[KernelText], tuple[str, ...]] = lambda kernel: alike(kernel.source)
+    groups = [[*group] for _, group in groupby(sorted(kernels, key=kind), kind)]
+    return [group[i : i + _TOGETHER] for group in groups for i in range(0, len(group), _TOGETHER)]
 
 
-def _uses(path: Path, kernels: Sequence[KernelText], chip: str) -> list[Use]:
-    return RuntimeCompiler(path).uses([kernel.source for kernel in kernels], chip)
+def uses_of(path: Path, kernels: Sequence[KernelText], chip: str) -> list[Use | str]:
+    """What each kernel takes, or why it is not compiled."""
+    compiler = RuntimeCompiler(path)
+    try:
+        return [*compiler.uses([kernel.source for kernel in kernels], chip)]
+    except BackendError as error:
+        if len(kernels) == 1:
+            return [error.message]
+        return [use for kernel in kernels for use in uses_of(path, [kernel], chip)]
 
 
-def report(compiler: str, kernels: Sequence[KernelText], uses: Sequence[Use], chip: str) -> list[str]:
-    """Prints a line for each kernel, and returns those that do not do."""
+def report(
+    compiler: str, kernels: Sequence[KernelText], uses: Sequence[Use | str], chip: str, verbose: bool
+) -> list[str]:
+    """Prints a line for each kernel, or for those that do not do, which it returns."""
     faults = []
-    print(f"{'kernel':58} threads registers spilled  shared blocks", flush=True)
+    if verbose:
+        print(f"{'kernel':58} threads registers spilled  shared blocks", flush=True)
     for kernel, use in sorted(zip(kernels, uses, strict=True), key=lambda pair: pair[0].name):
-        shared = use.shared + kernel.dynamic_shared
-        blocks = use.resident(kernel.threads, kernel.dynamic_shared, LIMITS[chip])
-        numbers = f"{kernel.threads:7} {use.registers:9} {use.spilled:7} {shared:7} {blocks:6}"
-        why = fault(kernel, use, chip)
-        print(f"{kernel.name[:58]:58} {numbers}{'  ' * bool(why)}{why}")
+        numbers, why = f"{kernel.threads:7}", use
+        if isinstance(use, Use):
+            shared, why = use.shared + kernel.dynamic_shared, fault(kernel, use, chip)
+            blocks = use.resident(kernel.threads, kernel.dynamic_shared, LIMITS[chip])
+            numbers += f" {use.registers:9} {use.spilled:7} {shared:7} {blocks:6}"
+        if verbose or why:
+            print(f"{kernel.name[:58]:58} {numbers}{'  ' * bool(why)}{why}", flush=True)
         faults += [f"{kernel.name}: {why}"] if why else []
-    most = max(use.registers for use in uses)
-    shared = max(u.shared + k.dynamic_shared for k, u in zip(kernels, uses, strict=True))
+    compiled = [(kernel, use) for kernel, use in zip(kernels, uses, strict=True) if isinstance(use, Use)]
+    most = max((use.registers for _, use in compiled), default=0)
+    most_shared = max((use.shared + kernel.dynamic_shared for kernel, use in compiled), default=0)
     print(
-        f"{len(kernels)} kernels for {chip} by {compiler}: at most {most} registers and {shared:,} bytes of "
+        f"{len(kernels)} kernels for {chip} by {compiler}: at most {most} registers and {most_shared:,} bytes of "
         f"shared memory; {len(faults)} do not do\n",
         flush=True,
     )
@@ -288,6 +221,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nv", action="store_true", help="the kernels of NV, which has less shared memory")
     parser.add_argument("--nvrtc", action="append", type=Path, help="a libnvrtc; again for one more")
     parser.add_argument("--processes", type=int, default=len(allowed_cpus()), help="at once (all CPUs)")
+    parser.add_argument(
+        "--quiet", action="store_true", help="print the kernels that do not do, and no others"
+    )
     parser.add_argument("--only", default="", metavar="TEXT", help="models with this in their names")
 
 
@@ -307,10 +243,10 @@ def run(given: argparse.Namespace) -> None:
             new = [kernel for part in parts for kernel in part]
             seen.update(kernel.source for kernel in new)
             for path, compiler in compilers.items():
-                each = partial(_uses, path, chip=given.chip)
+                each = partial(uses_of, path, chip=given.chip)
                 uses = [use for part in compiling.map(each, parts) for use in part]
                 print(f"{name}: {len(found)} kernels, {len(new)} of them new")
-                told = report(compiler, new, uses, given.chip) if new else []
+                told = report(compiler, new, uses, given.chip, not given.quiet) if new else []
                 faults += [f"{name}, {compiler}: {why}" for why in told]
     print(f"{len(seen)} kernels in all.", *faults, sep="\n")
     if faults:

@@ -40,7 +40,7 @@ async def test_notices_are_for_nobody_and_too_many_messages_end_the_stream(monke
 
 async def test_streams_of_comments_are_too_much_as_well():
     flooded = asyncio.Event()
-    transport = host._Bounded(flooded, 1.0, lambda: None)
+    transport = host._Bounded(flooded, 1.0, lambda *_: None)
     transport._check_lines(b": x\n\n" * (host.MOST_LINES // 2))
     assert not flooded.is_set()
     with pytest.raises(host._Flooding, match="was ended"):

@@ -137,6 +137,9 @@ class Forgetful:
                 asked = json.loads(
                     await reader.readexactly(int(head.split("content-length: ")[1].split()[0]))
                 )
+                if "/closed " in head:
+                    writer.write(b"HTTP/1.1 401 .\r\nContent-Length: 0\r\n\r\n")
+                    continue
                 status, body = self._answer(asked.get("method"), "session-id: 1" in head)
                 text = json.dumps({"jsonrpc": "2.0", "id": asked.get("id"), **body}) if body else ""
                 kind = f"Content-Type: application/json\r\nMcp-Session-Id: {self.sessions}"
@@ -187,11 +190,13 @@ async def test_faults_of_servers_harm_no_other(monkeypatch):
         box = Toolbox(
             {name: faulty(fault) for name, fault in servers.items()}
             | {"deaf": faulty("stops reading", timeout_s=0.2), "web": Server(url=url)}
-            | {"lost": Server(url=other_url)}
+            | {"lost": Server(url=other_url), "closed": Server(url=other_url.replace("mcp", "closed"))}
         )
         await box.start()
         try:
             assert box.states["web"].text == "failed: it sent a compressed answer, which nobody asked for"
+            closed = "failed: it answered with the status 401: does it need a key, in headers?"
+            assert box.states["closed"].text == closed
             problem = "sent an answer that MCP does not have: InitializeResult.capabilities: Input should be"
             assert box.states["first"].text.startswith(problem)
             assert (await call(box, "new.echo", text="hello")).text == "hello"
