@@ -47,8 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _exit_code(arguments: list[str]) -> int:
     try:
         try:
-            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # app/__main__ says why
-                signal.signal(signal.SIGINT, signal.default_int_handler)
             return _run(arguments)
         finally:
             gc.enable()
@@ -161,7 +159,16 @@ def _settings_and_flaws() -> tuple[Settings, tuple[str, ...]]:
 
     if sentence := stand_in_where_needed():
         say(sys.stderr, sentence)
-    return usable_settings()
+    settings = usable_settings()
+    _raise_interrupts()
+    return settings
+
+
+def _raise_interrupts() -> None:
+    """Ctrl+C is a KeyboardInterrupt from now on, not the end of the process (see `app/__main__`): something may have
+    to be cleared up. msgspec crashes if one comes while it reads the types of what crosses to the engine."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # --- the chat, a single answer, the dashboard as text ------------------------------------------------------
