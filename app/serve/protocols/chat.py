@@ -15,7 +15,7 @@ from app.serve.answer import AnswerDelta, AnswerEnd, CallPiece
 from app.serve.errors import wrong
 from app.serve.protocols.common import logprobs
 from app.serve.protocols.common.conversation import ChatMessage, conversation
-from app.serve.protocols.common.figures import figures, timings
+from app.serve.protocols.common.figures import figures, fingerprint, timings
 from app.serve.protocols.common.formats import format_of
 from app.serve.protocols.common.pictures import unseen
 from app.serve.protocols.common.reply import Asked, Json, Reply
@@ -220,7 +220,8 @@ class ChatReply(Reply):
         return "function_call" if calls else end.finish_reason
 
     def _head(self, kind: str) -> Json:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return head | {"system_fingerprint": fingerprint()}
 
     def _chunk(
         self, i: int, new: Json, finish_reason: str | None = None, logprobs: Json | None = None

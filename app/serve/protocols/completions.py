@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd
 from app.serve.errors import of_failure, wrong
 from app.serve.protocols.common import logprobs
-from app.serve.protocols.common.figures import figures, timings
+from app.serve.protocols.common.figures import figures, fingerprint, timings
 from app.serve.protocols.common.formats import grammar_of
 from app.serve.protocols.common.reply import Asked, Json, Reply
 from app.serve.protocols.common.requests import MAX_LOGPROBS, MAX_N, Body, generate, variants
@@ -249,7 +249,8 @@ class TextReply(Reply):
         return figures(ends, self.prompts)
 
     def _head(self) -> Json:
-        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+        head = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+        return head | {"system_fingerprint": fingerprint()}
 
     def _chunk(self, i: int, text: str, logprobs: Json | None, finish_reason: str | None = None) -> Json:
         choice = {"index": i, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -187,11 +187,12 @@ class LlamaReply(Reply):
         answer = self._answer(i)
         answer.content.append(delta.content)
         answer.tokens += delta.tokens
-        if delta.content or (self.body.n_probs and delta.tokens):
+        ids = self._ids(delta.tokens)
+        if delta.content or (self.body.n_probs and ids):  # not for the token that ends the answer
             yield {
                 "index": i,
                 "content": delta.content,
-                "tokens": self._ids(delta.tokens),
+                "tokens": ids,
                 "stop": False,
                 "id_slot": -1,
                 "tokens_predicted": len(answer.tokens),

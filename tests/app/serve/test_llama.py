@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from engine.formats.templates.fill_in import FillIn
-from engine.protocol.events import BlockCounts, EngineOptions, RawText, Slot, Slots, TokenIds
+from engine.protocol.events import BlockCounts, EngineOptions, RawText, Slot, Slots, Token, TokenIds
 from tests.app.fake_engine import FakeEngine, reply
 from tests.app.serve.conftest import HELLO, error
 
@@ -42,6 +42,17 @@ async def test_completions(served, model_file):
     assert second.prompt == TokenIds(ids=(5, 6))
     for wrong in ({"n_probs": 99}, {"grammar": "root ::= x"}, {"n_probs": 1, "post_sampling_probs": True}):
         assert (await client.post("/completion", json={"prompt": "a", **wrong})).status_code == 400
+
+
+async def test_each_piece_has_the_probabilities_of_its_token(served, model_file):
+    """That of the token which ends the answer is no piece: clients read the first of its list."""
+    begun, read, *_, end = reply("")
+    one = Token(request_id=0, id=1, text="x", logprob=-0.5)
+    last = Token(request_id=0, id=min(model_file.tokenizer.eos_ids), text="", logprob=-0.1)
+    client, _ = served(FakeEngine([begun, read, one, last, end]))
+    text = (await client.post("/completion", json={"prompt": "a", "n_probs": 1, "stream": True})).text
+    pieces = [json.loads(part.removeprefix("data: ")) for part in text.strip().split("\n\n")]
+    assert [len(piece["completion_probabilities"]) for piece in pieces if not piece["stop"]] == [1]
 
 
 async def test_the_forms_of_prompts_and_answers(served, model_file):

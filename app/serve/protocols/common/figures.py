@@ -1,10 +1,18 @@
 """Figures of answers, as OpenAI and llama-server give them."""
 
 from collections.abc import Sequence
+from functools import cache
 
 from app.serve.answer import AnswerEnd
 from app.serve.protocols.common.reply import Json
 from engine.protocol.events import Finished, decode_rate, prefill_rate
+from engine.system.invocation import own_version
+
+
+@cache
+def fingerprint() -> str:
+    """What answers, as OpenAI has it: with the same seed, the same program says the same."""
+    return f"orin-chat-{own_version()}"
 
 
 def figures(ends: Sequence[AnswerEnd], prompts: int = 1) -> Json:
