@@ -71,6 +71,7 @@ LOW_RANKS = {
     "attention.iclr_lora_rank": 64,
     "attention.value_residual_mix_lora_rank": 32,
 }
+OLDER = {"wkv.head_size": 32, "time_mix_extra_dim": 32, "time_decay_extra_dim": 32}
 LAYER_NORMS = Parts(layer_norms="biases")
 BIASED = LAYER_NORMS.but(biases="all")
 UNGATED = BIASED.but(feed_forward="ungated")  # as GPT-2 has it
@@ -161,6 +162,12 @@ ARCHITECTURES: dict[str, Parts] = {
         | {"activation_sparsity_scale": [1.2, 0.3] + [float("-inf")] * 62},
         layers=True,
         streams=True,
+    ),
+    "rwkv6": LAYER_NORMS.but(
+        OLDER | {"rescale_every_n_layers": 1}, mixing=True, older=True, embedding_norm=True
+    ),
+    "rwkv6qwen2": Parts(
+        mixing=True, older=True, keys=OLDER | {"token_shift_count": 1, "attention.head_count_kv": 1}
     ),
     "rwkv7": LAYER_NORMS.but(LOW_RANKS | {"attention.gate_lora_rank": 64}, mixing=True, embedding_norm=True),
     "arwkv7": Parts(mixing=True, keys=LOW_RANKS | {"token_shift_count": 1}),

@@ -12,7 +12,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from tests.generated_connections import add_connections, add_indexer, add_last_connection
-from tests.generated_mixing import add_channel_mix, add_time_mix
+from tests.generated_mixing import add_channel_mix, add_older_time_mix, add_time_mix
 from tests.generated_parts import Parts
 
 STREAMS, LOW_RANK = 4, 64  # as llama.cpp has them
@@ -179,7 +179,9 @@ class Tensors:
     def operator(self, layer: int, prefix: str) -> None:
         """What comes before the feed-forward layer, if anything does."""
         parts, kind, is_even = self.parts, self.shape.kinds[layer], layer % 2 == 0
-        if parts.mixing:
+        if parts.mixing and parts.older:
+            add_older_time_mix(self, prefix)
+        elif parts.mixing:
             add_time_mix(self, layer, prefix)
         elif parts.lone:
             if kind == "M":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.description.older_time_mixing import OlderTimeMix
 from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, Recurrent, SelectiveScan, ShortConv
 from engine.description.sublayers import Vector, Weight
 from engine.description.time_mixing import ChannelMix, TimeMix
@@ -20,6 +21,8 @@ class RecurrentReference(ReferenceWeights):
                 return self._time_mix(part, h)
             case ChannelMix():
                 return self._channel_mix(part, h)
+            case OlderTimeMix():
+                return self._older_time_mix(part, h)
             case DeltaNet():
                 return self._delta(part, h)
             case KeyedDeltaNet():
@@ -186,4 +189,48 @@ class RecurrentReference(ReferenceWeights):
     def _channel_mix(self, part: ChannelMix, h: Floats) -> Floats:
         earlier = np.concatenate([np.zeros_like(h[:1]), h[:-1]])
         read = h + (earlier - h) * self._vector(part.lerp)
-        return self._product(np.maximum(self._product(read, part.up), 0) ** 2, part.down)
+        y = self._product(np.maximum(self._product(read, part.up), 0) ** 2, part.down)
+        if part.receptance and part.receptance_lerp:
+            read = h + (earlier - h) * self._vector(part.receptance_lerp)
+            y = y * sigmoid(self._product(read, part.receptance))
+        return y
+
+    def _older_time_mix(self, part: OlderTimeMix, h: Floats) -> Floats:
+        n, shape = len(h), (len(h), part.heads, part.size)
+        apart = np.concatenate([np.zeros_like(h[:1]), h[:-1]]) - h
+        low = np.tanh(self._product(h + apart * self._vector(part.lerp_x), part.shared))
+        lows = np.split(low, len(part.lerps), -1)
+        x_w, x_k, x_v, x_r, x_g = (
+            h + apart * (self._vector(lerp) + self._product(low, weight))
+            for lerp, weight, low in zip(part.lerps, part.mixing, lows, strict=True)
+        )
+        decay = self._product(np.tanh(self._product(x_w, part.decay[0])), part.decay[1], part.decay_bias)
+        decay = np.exp(-np.exp(decay)).reshape(shape)
+        r = self._product(x_r, part.receptance, part.receptance_bias).reshape(shape)
+        k, v = (
+            np.repeat(
+                self._product(x, weight, bias).reshape(n, -1, part.size), part.heads // part.key_heads, 1
+            )
+            for x, weight, bias in ((x_k, part.key, part.key_bias), (x_v, part.value, part.value_bias))
+        )
+        k = k if part.first else k * (1 - decay)
+        y = np.empty(shape, np.float32)
+        for head in range(part.heads):
+            state = np.zeros((part.size, part.size), np.float32)
+            for t in range(n):
+                new = np.outer(k[t, head], v[t, head])
+                if part.first:
+                    first = self._vector(part.first).reshape(part.heads, part.size)[head]
+                    y[t, head] = (state + first[:, None] * new).T @ r[t, head]
+                state = decay[t, head][:, None] * state + new
+                if not part.first:
+                    y[t, head] = state.T @ r[t, head] * np.float32(part.size**-0.5)
+        gate = self._product(x_g, part.gate)
+        if part.norm and part.norm_bias:
+            y = y - y.mean(-1, keepdims=True)
+            y = y / np.sqrt((y * y).mean(-1, keepdims=True) + np.float32(part.NORM_EPS))
+            weight, bias = (self._vector(of).reshape(shape[1:]) for of in (part.norm, part.norm_bias))
+            y, gate = y * weight + bias, gate * sigmoid(gate)
+        else:
+            gate = sigmoid(gate)
+        return self._product(y.reshape(n, -1) * gate, part.out)

@@ -28,6 +28,7 @@ from engine.description.hyper_connections import (
     read_last_mixing,
 )
 from engine.description.loops import looped
+from engine.description.older_time_mixing import has_older_mixing, read_older_mix
 from engine.description.recurrent_reader import RecurrentReader
 from engine.description.spec import HashedRows, LayerEmbeddings, ModelSpec, Sublayer, Temperature
 from engine.description.sublayers import Operator, Vector, Weight
@@ -322,6 +323,8 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
 
     def mixing_of(self, i: int, prefix: str) -> Operator:
         """What layer i mixes tokens with."""
+        if has_older_mixing(self, prefix):
+            return read_older_mix(self, i, self.dim)
         if has_time_mixing(self, prefix):
             return read_time_mix(self, i, self.dim)
         return self.recurrent(prefix) if self.is_recurrent(i) else self.attend(i, prefix)

@@ -303,6 +303,8 @@ ARCHITECTURES: Mapping[str, Family] = {
     "cogvlm": Family(),
     "plamo2": Family(recurrent="head scan"),
     "plamo3": Family(full_attention_every=8, plain_windows=True, window_base=1e4),
+    "rwkv6": Family(layer_norms=True),
+    "rwkv6qwen2": Family(),
     "rwkv7": Family(layer_norms=True),
     "arwkv7": Family(),
     "lfm2": Family(recurrent="short conv", full_attention_every=_NO_LAYER),

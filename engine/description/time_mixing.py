@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from engine.description.checked_file import CheckedFile
 from engine.description.head_reader import MAX_HEAD
+from engine.description.older_time_mixing import has_older_mixing, read_older_mix
 from engine.description.recurrent import Recurrent
 from engine.description.spec import Sublayer
 from engine.description.sublayers import Operator, Roles, Vector, Weight
@@ -88,11 +89,14 @@ class TimeMix(Recurrent):
 
 @dataclass(frozen=True)
 class ChannelMix(Recurrent):
-    """`down` (max(`up` (x + lerp * (p - x)), 0) ** 2), with p as in `TimeMix`. A sequence keeps the last x."""
+    """`down` (max(`up` (x + lerp * (p - x)), 0) ** 2), with p as in `TimeMix`. A sequence keeps the last x. With a
+    `receptance` (RWKV 6), it is times sigmoid(`receptance` (x + `receptance_lerp` * (p - x)))."""
 
     up: Weight
     down: Weight
     lerp: Vector
+    receptance: Weight | None = None
+    receptance_lerp: Vector | None = None
     words = "channel mixing"
 
     @property
@@ -106,7 +110,7 @@ class ChannelMix(Recurrent):
 
     @property
     def roles(self) -> Roles:
-        return {"FFN gate+up": (self.up,), "FFN down": (self.down,)}
+        return {"FFN gate+up": (self.up, self.receptance), "FFN down": (self.down,)}
 
 
 def has_time_mixing(file: CheckedFile, prefix: str) -> bool:
@@ -123,18 +127,25 @@ def read_mixing_layer(file: CheckedFile, i: int, dim: int) -> Iterator[Sublayer]
     """Layer i, of both. Raises ModelFileError."""
     prefix = f"blk.{i}."
     width = file.size("feed_forward_length")
+    has_receptance = file.has(f"{prefix}channel_mix_receptance.weight")
     channel_mix = ChannelMix(
         file.weight(f"{prefix}channel_mix_key", width, dim),
         file.weight(f"{prefix}channel_mix_value", dim, width),
         file.required(f"{prefix}channel_mix_lerp_k.weight", dim),
+        file.weight(f"{prefix}channel_mix_receptance", dim, dim) if has_receptance else None,
+        file.required(f"{prefix}channel_mix_lerp_r.weight", dim) if has_receptance else None,
     )
-    of: tuple[tuple[str, Operator], ...] = (
-        ("attn_norm", read_time_mix(file, i, dim)),
-        ("attn_norm_2", channel_mix),
+    time_mix = (read_older_mix if has_older_mixing(file, prefix) else read_time_mix)(file, i, dim)
+    every = file.file.get(file.key("rescale_every_n_layers"), int, 0)
+    factor = 0.5 if every > 0 and (i + 1) % every == 0 else 1.0  # of the stream, in float16's range (RWKV 6)
+    of: tuple[tuple[str, Operator, float], ...] = (
+        ("attn_norm", time_mix, 1.0),
+        ("attn_norm_2", channel_mix, factor),
     )
-    for name, operator in of:
+    for name, operator, times in of:
         norm = file.required(f"{prefix}{name}.weight", dim)
-        yield Sublayer(norm, operator, None, norm_bias=file.required(f"{prefix}{name}.bias", dim))
+        bias = file.required(f"{prefix}{name}.bias", dim)
+        yield Sublayer(norm, operator, None, norm_bias=bias, factor=times)
 
 
 def read_time_mix(file: CheckedFile, i: int, dim: int) -> TimeMix:

@@ -71,7 +71,7 @@ def test_all_that_a_file_holds_is_described_once(path_of, architecture):
             len(info.shape) > 1
             and name.endswith(".weight")
             and not re.search(
-                r"(conv|conv1d(_[qkv])?|ssm_norm|_coef|attn_[qk]_norm|lerp_fused)\.weight$",
+                r"(conv|conv1d(_[qkv])?|ssm_norm|_coef|attn_[qk]_norm|lerp_fused|mix_first)\.weight$",
                 name,
             )
         )

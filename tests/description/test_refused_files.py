@@ -12,7 +12,7 @@ __all__ = ["path_of"]
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"general__architecture": "rwkv6"}, "of the architecture rwkv6, which orin-chat does not run"),
+        ({"general__architecture": "arctic"}, "of the architecture arctic, which orin-chat does not run"),
         ({"general__architecture": "flux"}, "of the architecture flux, which makes pictures or videos"),
         ({"adapter__type": "lora"}, "is a LoRA adapter, not a language model"),
         ({"llama__block_count": 0}, "is damaged: llama.block_count is 0"),

@@ -79,6 +79,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "granitehybrid F32": {"architecture": "granitehybrid", "quant": "F32"},
     "jamba F32": {"architecture": "jamba", "quant": "F32"},
     "mamba F32": {"architecture": "mamba", "quant": "F32", "layers": 1},
+    "rwkv6 F32": {"architecture": "rwkv6", "quant": "F32", "tied": False},
+    "rwkv6qwen2 F32": {"architecture": "rwkv6qwen2", "quant": "F32", "tied": False},
     "rwkv7 F32": {"architecture": "rwkv7", "quant": "F32", "tied": False, "dim": 128},
     "arwkv7 F32": {"architecture": "arwkv7", "quant": "F32", "tied": False, "dim": 128},
     "kimi-linear F32": {"architecture": "kimi-linear", "quant": "F32"},
@@ -109,7 +111,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gpt-oss F32": {"architecture": "gpt-oss", "quant": "F32", "keys": {"expert_used_count": [2, 3]}},
 }
-AS_GRAPHS = "qwen4exp F32, 8 of 16 rotated", "mimo2 F32"
+AS_GRAPHS = "qwen4exp F32, 8 of 16 rotated", "mimo2 F32", "rwkv6 F32", "rwkv6qwen2 F32"
 """Those for which CPUs have no kernels."""
 CONTEXT = 256
 

@@ -139,6 +139,24 @@ def general_delta_rule(
     return y.contiguous(), (kept + added @ v - taken @ u.contiguous()).contiguous()
 
 
+def decayed_sums(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, lags: bool
+) -> tuple[Tensor, Tensor]:
+    """As `general_delta_rule`, of tokens that compute S = decays S + k v^T and y = S^T q; if it `lags`, y is of the S
+    before that (RWKV 6)."""
+    n: int = q.shape[1]
+    sums = (Tensor.ones(n, n).tril() @ log_decay).contiguous()
+    read = (sums - log_decay if lags else sums).contiguous()
+    counts = Tensor.ones(n, n).tril(-1 if lags else 0).reshape(1, n, n, 1) > 0
+    apart = counts.where(read.unsqueeze(2) - sums.unsqueeze(1), -math.inf).exp()  # (heads, t, s, size)
+    q, k = q.contiguous(), k.contiguous()
+    scores = (apart * q.unsqueeze(2) * k.unsqueeze(1)).sum(-1).contiguous()
+    y = (q * read.exp()).contiguous() @ state + scores @ v
+    left = (sums[:, -1:] - sums).exp()
+    kept = sums[:, -1:].exp().transpose(1, 2) * state
+    return y.contiguous(), (kept + (k * left).contiguous().transpose(1, 2) @ v).contiguous()
+
+
 def _inverse(overlaps: Tensor) -> Tensor:
     """The inverses of I + what is below the diagonal of `overlaps` (heads, n, n), whose n is a power of 2."""
     n: int = overlaps.shape[1]

@@ -16,6 +16,7 @@ from engine.description.altup import Correction, LowRank, Merge, Prediction
 from engine.description.attention import Attention, LatentAttention
 from engine.description.feed_forward import Dense, Experts, LayerEmbedding, SideBySide
 from engine.description.hyper_connections import HashedEmbedding, HyperConnection, Mixing
+from engine.description.older_time_mixing import OlderTimeMix
 from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, SelectiveScan, ShortConv
 from engine.description.sublayers import Operator, Vector, Weight
 from engine.description.time_mixing import ChannelMix, TimeMix
@@ -409,5 +410,6 @@ _SUBLAYERS: dict[type[Operator], Callable[[Transformer, Any, Tensor, Run], Tenso
     HashedEmbedding: Transformer._hashed_embedding,
     TimeMix: Transformer._time_mix,
     ChannelMix: Transformer._channel_mix,
+    OlderTimeMix: Transformer._older_time_mix,
 }
 """What computes each kind of sublayer: of x (n, dim), normed if the sublayer has a norm, (n, dim)."""

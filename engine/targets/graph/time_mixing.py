@@ -1,4 +1,4 @@
-"""RWKV 7's sublayers (`engine.description.time_mixing`) as tensor graphs."""
+"""RWKV's sublayers (`engine.description.time_mixing`, `older_time_mixing`) as tensor graphs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import cast
 
 from tinygrad import Tensor, UOp
 
+from engine.description.older_time_mixing import OlderTimeMix
 from engine.description.sublayers import Vector
 from engine.description.time_mixing import ChannelMix, LowRank, TimeMix
-from engine.targets.graph.delta_net import general_delta_rule, unit
+from engine.targets.graph.delta_net import decayed_sums, general_delta_rule, unit
 from engine.targets.graph.parts import Parts, Run, centred, normed
 
 
@@ -65,8 +66,55 @@ class MixingLayers(Parts):
         step, states = run.step, next(run.states)
         [last] = states.of(step.sequence)
         earlier, last = _earlier(x, last, step.used)
-        read = states.store(step.sequence, x + (earlier - x) * self._vectors[operator.lerp], last)
-        return self._product(operator.down, self._product(operator.up, read).relu() ** 2)
+        apart, shares = (earlier - x).contiguous(), [operator.lerp, operator.receptance_lerp]
+        made = [(x + apart * self._vectors[share]).contiguous() for share in shares if share]
+        made.append(last.contiguous())
+        Tensor.realize(*made)  # all at once: see `_time_mix`
+        read = states.store(step.sequence, made[0], made[-1])
+        y = self._product(operator.down, self._product(operator.up, read).relu() ** 2)
+        return y * self._product(operator.receptance, made[1]).sigmoid() if operator.receptance else y
+
+    def _older_time_mix(self, operator: OlderTimeMix, x: Tensor, run: Run) -> Tensor:
+        """As `_time_mix`."""
+        n, o, v = cast(int, x.shape[0]), operator, self._vectors
+        step, states = run.step, next(run.states)
+        before, last = states.of(step.sequence)
+        earlier, last = _earlier(x, last, step.used)
+        apart = (earlier - x).contiguous()
+        low = self._product(o.shared, (x + apart * v[o.lerp_x]).contiguous()).tanh().contiguous()
+        lows = low.reshape(n, len(o.lerps), -1)
+        x_w, x_k, x_v, x_r, x_g = (
+            (x + apart * (v[lerp] + self._product(weight, lows[:, i].contiguous()))).contiguous()
+            for i, (lerp, weight) in enumerate(zip(o.lerps, o.mixing, strict=True))
+        )
+
+        def by_head(x: Tensor) -> Tensor:
+            """Of as many heads as share one: (heads, n, size)."""
+            heads = x.reshape(n, -1, 1, o.size).expand(-1, -1, o.heads * o.size // x.shape[-1], -1)
+            return heads.reshape(n, o.heads, o.size).transpose(0, 1)
+
+        r = by_head(self._product(o.receptance, x_r, o.receptance_bias))
+        k = by_head(self._product(o.key, x_k, o.key_bias))
+        values = by_head(self._product(o.value, x_v, o.value_bias)).contiguous()
+        log_decay = self._product(o.decay[1], self._product(o.decay[0], x_w).tanh(), o.decay_bias).exp()
+        log_decay = by_head(-log_decay)
+        if not o.first:
+            k = k * (1 - log_decay.exp())
+        is_new = (Tensor.arange(n) < step.used).reshape(1, n, 1)
+        k, log_decay = (is_new.where(t, 0.0).contiguous() for t in (k, log_decay))
+        y, state = decayed_sums(r, k, values, log_decay, before, lags=o.first is not None)
+        gate = self._product(o.gate, x_g)
+        if o.first and o.norm and o.norm_bias:
+            first, weight, bias = (v[of].reshape(o.heads, 1, o.size) for of in (o.first, o.norm, o.norm_bias))
+            y = y + (r * first * k).sum(-1, keepdim=True) * values
+            y = normed(centred(y), o.NORM_EPS) * weight + bias
+            gate = gate.silu()
+        else:
+            y, gate = y * o.size**-0.5, gate.sigmoid()
+        y = y.transpose(0, 1).reshape(n, -1) * gate
+        made = [tensor.contiguous() for tensor in (y, state, last)]
+        Tensor.realize(*made)
+        return self._product(o.out, states.store(step.sequence, *made))
 
     def _of_low_rank(self, of: LowRank, x: Tensor, bias: Vector | None) -> Tensor:
         return self._product(of[1], self._product(of[0], x), bias)

@@ -120,6 +120,10 @@ class TimeMixHandler(Handler):
 class ChannelMixHandler(Handler):
     """norm · shift · quantize · up · quantize · down. `_kept`: the last rows of all sequences."""
 
+    @classmethod
+    def lacks(cls, part: ChannelMix) -> str:
+        return "channel mixing with a receptance" if part.receptance else super().lacks(part)
+
     def __init__(self, part: ChannelMix, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
         weights, self._norm = loading.weights, norm
         self._net = MixHeads(0, part.down.rows, loading.lanes)
