@@ -11,8 +11,16 @@ from app.serve.protocols.common.thinking import Reasoning
 class TextFormat(msgspec.Struct):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
+    description: str | None = None
     schema: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """As a response shows it again."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return msgspec.structs.asdict(self) | {"name": self.name or "", "strict": bool(self.strict)}
 
 
 class TextConfig(msgspec.Struct):
@@ -44,6 +52,9 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    max_tool_calls: int | None = None
     top_logprobs: int | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None

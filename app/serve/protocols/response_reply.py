@@ -19,6 +19,7 @@ from app.serve.protocols.common.reply import Json, Reply
 from app.serve.protocols.common.tools import Tools, flat
 from app.serve.protocols.response_body import ResponsesBody, Spaces, TextFormat
 from engine.formats.tokens.tokenizer import Tokenizer
+from engine.protocol.events import Sampling
 
 SEALED = "orin-chat:"  # begins `encrypted_content`, which is not encrypted
 
@@ -35,6 +36,7 @@ class ResponseReply(Reply):
     tokenizer: Tokenizer
     tools: Tools
     spaces: Spaces = field(default_factory=dict)
+    sampling: Sampling = field(default_factory=Sampling)
     keep: Callable[[], None] | None = None
     id: str = field(default_factory=new_id)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -43,6 +45,7 @@ class ResponseReply(Reply):
     _blocks: Blocks = field(default_factory=Blocks)
     _ids: dict[int, str] = field(default_factory=dict)
     _end: AnswerEnd | None = None
+    _ended: int | None = None
     _sequence: int = -1
     _is_created: bool = False
 
@@ -59,7 +62,7 @@ class ResponseReply(Reply):
 
     def ended(self, i: int, end: AnswerEnd) -> Iterable[Json]:
         yield from self._written(self._blocks.close())
-        self._end = end
+        self._end, self._ended = end, int(time.time())
 
     def close(self) -> Iterable[Json]:
         response = self.whole()
@@ -86,21 +89,25 @@ class ResponseReply(Reply):
     # --- parts ---
 
     def response(self, status: str) -> Json:
-        body, sampling = self.body, {"temperature": self.body.temperature, "top_p": self.body.top_p}
-        tool_choice = (
-            body.tool_choice if isinstance(body.tool_choice, str) else msgspec.to_builtins(body.tool_choice)
-        )
+        """All that https://www.openresponses.org/specification asks for is there: clients with strict types need it."""
+        body, names = self.body, ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+        sampling = {name: getattr(self.sampling, name) for name in names}
+        chosen = msgspec.to_builtins(body.tool_choice)
+        if isinstance(chosen, dict):
+            chosen = {name: value for name, value in chosen.items() if value is not None}
         format = body.text.format if body.text and body.text.format else TextFormat()
         return {
             "id": self.id,
             "object": "response",
             "created_at": self.created,
+            "completed_at": self._ended if status == "completed" else None,
             "status": status,
             "background": False,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
             "model": self.model,
             "output": list(self.output),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
@@ -112,13 +119,16 @@ class ResponseReply(Reply):
             },
             "store": body.is_stored,
             **sampling,
-            "text": {"format": {k: v for k, v in msgspec.to_builtins(format).items() if v is not None}},
-            "tool_choice": tool_choice or "auto",
-            "tools": [flat(tool) for tool in body.tools or ()],
+            "text": {"format": format.shown},
+            "service_tier": "default",
+            "tool_choice": chosen or "auto",
+            "tools": [_shown(tool) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "truncation": body.truncation or "disabled",
             "usage": self._usage(),
             "user": body.user,
+            "safety_identifier": body.safety_identifier,
+            "prompt_cache_key": body.prompt_cache_key,
             "metadata": body.metadata or {},
         }
 
@@ -243,3 +253,11 @@ class ResponseReply(Reply):
             return []
         reported = logprobs.reported(tokens, self.tokenizer)
         return logprobs.of_chat(reported, self.tokenizer, self.body.top_logprobs or 0)
+
+
+def _shown(tool: Json) -> Json:
+    """A tool as a response shows it again."""
+    shown = flat(tool)
+    if shown.get("type") != "function":
+        return shown
+    return {"description": None, "parameters": None, "strict": False} | shown

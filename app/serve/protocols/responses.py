@@ -53,12 +53,16 @@ def asked(body: ResponsesBody, service: Service, kept: Conversations, owner: str
     made, spaces, items, new = as_chat(body, kept, owner)
     if compaction.is_asked(items):
         summary, note = compaction.summary_request(made, service)
-        short = compaction.Compaction(body, service.model, service.file.tokenizer, Tools())
+        short = compaction.Compaction(
+            body, service.model, service.file.tokenizer, Tools(), sampling=summary.sampling
+        )
         short.keep = lambda: _keep(short, body, kept, owner, items[:-1], new[:-1])
         return Asked([summary], short, bool(body.stream), asker=body.asker, note=note)
     shortened = shorten(made, service) if body.truncation == "auto" else ""
     request, tools = chat.chat_request(made, service)
-    reply = ResponseReply(body, service.model, service.file.tokenizer, tools, spaces)
+    reply = ResponseReply(
+        body, service.model, service.file.tokenizer, tools, spaces, sampling=request.sampling
+    )
     reply.keep = lambda: _keep(reply, body, kept, owner, items, new)
     one_call, note = body.parallel_tool_calls is False, "; ".join(filter(None, (tools.note, shortened)))
     return Asked([request], reply, bool(body.stream), asker=body.asker, note=note, one_call=one_call)
@@ -145,6 +149,7 @@ def as_chat(
     made.tools, spaces = _tools([*(body.tools or ()), *_later_tools(items, body.tools or ())])
     made.tool_choice = _choice(body.tool_choice)
     made.max_tokens, made.temperature, made.top_p = body.max_output_tokens, body.temperature, body.top_p
+    made.presence_penalty, made.frequency_penalty = body.presence_penalty, body.frequency_penalty
     made.logprobs, made.top_logprobs = body.wants_logprobs, body.top_logprobs
     made.reasoning, text = body.reasoning, body.text
     for update in (item for item in items if item.get("type") == "configuration_update"):

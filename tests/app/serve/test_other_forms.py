@@ -36,7 +36,7 @@ async def test_tools_of_other_protocols_in_responses(served, tool):
     client, _ = served(engine)
     response = await client.post("/v1/responses", json={"input": "Hello", "tools": [tool]})
     assert response.status_code == 200 and json.loads(engine.requests[0].prompt.tools) == [WEATHER]
-    assert response.json()["tools"] == [PLAIN]
+    assert response.json()["tools"] == [{"description": None, "strict": False} | PLAIN]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,15 @@ PATH = "/v1/responses"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 TOOL = {"type": "function", **WEATHER["function"]}
 
+REQUIRED = {
+    "id", "object", "created_at", "completed_at", "status", "incomplete_details", "model", "previous_response_id",
+    "instructions", "output", "error", "tools", "tool_choice", "truncation", "parallel_tool_calls", "text", "top_p",
+    "presence_penalty", "frequency_penalty", "top_logprobs", "temperature", "reasoning", "user", "usage",
+    "max_output_tokens", "max_tool_calls", "store", "background", "service_tier", "metadata", "safety_identifier",
+    "prompt_cache_key",
+}  # fmt: skip
+"""Of https://www.openresponses.org/specification."""
+
 
 async def streamed(client, body):
     response = await client.post(PATH, json={"input": "Hi", **body, "stream": True})
@@ -48,6 +57,13 @@ async def test_a_whole_response(served):
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == 3
     system, user = service.engine.requests[0].prompt.messages
     assert (system.content, user.content) == ("Be brief.", "Hi")
+    assert response.keys() >= REQUIRED and response["completed_at"] >= response["created_at"]
+    asked = {"input": "Hi", "top_p": 0.5, "presence_penalty": 0.5}
+    again = (await client.post(PATH, json=asked)).json()
+    sampling = service.engine.requests[1].sampling
+    for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
+        assert again[name] == getattr(sampling, name)
+    assert again["top_p"] == again["presence_penalty"] == 0.5
 
 
 async def test_a_streamed_response(served):
