@@ -233,7 +233,7 @@ def _answer(args: Namespace, settings: Settings, configuration: Configuration) -
     import asyncio
 
     from app.chat.files import mentions
-    from app.cli.model_file import greet
+    from app.cli.model_file import greet, why_this
     from app.cli.oneshot import TextOutput, run, show_as_json
     from app.cli.progress import say
     from engine.protocol.events import Generate
@@ -255,7 +255,14 @@ def _answer(args: Namespace, settings: Settings, configuration: Configuration) -
         logprobs=args.logprobs or 0,
         ignore_eos=args.ignore_eos,
     )
-    as_text = TextOutput(sys.stdout, sys.stderr, verbose=args.verbose, sampling=request.sampling, files=files)
+    as_text = TextOutput(
+        sys.stdout,
+        sys.stderr,
+        verbose=args.verbose,
+        sampling=request.sampling,
+        files=files,
+        why_this_model="" if args.engine else why_this(args.model, settings),
+    )
     show = partial(show_as_json, sys.stdout) if args.json else as_text.show
     if not args.compare:
         tools = None

@@ -42,9 +42,7 @@ def model_path(
             f"{path} cannot be read: {error.strerror}.", "Check that it is a file that you may read."
         ) from None
     if named is None:
-        where = "settings.toml names it" if settings.model else "It was used last"
-        hint = f"{where}. --model NAME takes another one, --model {GUIDE} the one that is built in."
-        raise ModelFileError(f"There is no file {path}.", hint)
+        raise ModelFileError(f"There is no file {path}.", why_this(named, settings))
     folder = path if path.is_dir() else path.parent
     nearby = models_in(folder)
     names = ", ".join(map(str, nearby[:5])) + (f" and {len(nearby) - 5} more" if len(nearby) > 5 else "")
@@ -56,6 +54,14 @@ def model_path(
     if not (nearby or path.exists()):
         hint = hub_hint(name) or hint
     raise ModelFileError(what, hint)
+
+
+def why_this(named: str | None, settings: Settings) -> str:
+    """Why a model is used that was not `named`, and how another one is; "" if it was."""
+    if named is not None:
+        return ""
+    why = "settings.toml names it" if settings.model else "It was used last"
+    return f"{why}. --model NAME takes another one, --model {GUIDE} the one that is built in."
 
 
 def model_paths(names: Sequence[str], settings: Settings) -> dict[str, Path]:

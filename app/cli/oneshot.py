@@ -8,6 +8,7 @@ from typing import Any, Protocol, TextIO
 import msgspec
 
 from app.chat.configuration import without_effect
+from app.chat.failures import is_about_model
 from app.chat.files import fewer_lines
 from app.cli.progress import ProgressLine, describe, figures, say
 from app.cli.signals import run_until_signal
@@ -65,7 +66,7 @@ async def follow(events: AsyncIterator[Event], show: Callable[[Event], None]) ->
 
 class TextOutput:
     """Writes the reply to `out`. Writes failures, progress (on a terminal) and, if `verbose`, figures to `messages`.
-    `sampling` is what was asked for, `files` those of the prompt."""
+    `sampling` is what was asked for, `files` those of the prompt; `why_this_model` is told if the model fails."""
 
     def __init__(
         self,
@@ -75,6 +76,7 @@ class TextOutput:
         verbose: bool = False,
         sampling: Sampling | None = None,
         files: Sequence[Attachment] = (),
+        why_this_model: str = "",
     ) -> None:
         self._out = out
         self._messages = messages
@@ -82,6 +84,7 @@ class TextOutput:
         self._verbose = verbose
         self._sampling = sampling or Sampling()
         self._files = files
+        self._why_this_model = why_this_model
         self._line_open = False
         self._context_length = 0  # 0: not known
 
@@ -102,7 +105,8 @@ class TextOutput:
 
     def _say_event(self, event: Finished | Failed | Ready) -> None:
         if isinstance(event, Failed):
-            self.say(event.message, fewer_lines(self._files, event.tokens, event.most) or event.hint)
+            hint = fewer_lines(self._files, event.tokens, event.most) or event.hint
+            self.say(event.message, hint, self._why_this_model if is_about_model(event) else "")
         elif self._verbose:
             self.say(figures(event) if isinstance(event, Finished) else describe(event))
             if isinstance(event, Ready):

@@ -343,6 +343,9 @@ def test_only_a_chat_whose_model_has_loaded_changes_what_the_next_one_opens_with
 
 def test_the_built_in_model_stands_in_for_a_last_one_that_is_gone(run, model):
     run("--plain", "--model", model)
+    for named, says in (((), True), (("--model", model), False)):
+        code, _, err, _ = run(*named, "why?", load_failure="ModelFileError")
+        assert (code, "It was used last. --model NAME takes another one" in err) == (3, says)
     model.unlink()
     code, _, err, options = run("--plain")
     assert code == 0 and options.model_path == str(guide_path())
