@@ -318,7 +318,9 @@ class OllamaReply(Reply):
             arguments = json.loads(block.text)
         except (ValueError, RecursionError):  # the answer was cut off
             arguments = {}
-        return {"id": block.id, "function": {"name": block.name, "arguments": arguments}}
+        calls = [each.id for each in self._blocks.all if each.kind == "call"]
+        function = {"index": calls.index(block.id), "name": block.name, "arguments": arguments}
+        return {"id": block.id, "function": function}
 
     def _logprobs(self, tokens: Sequence[Any]) -> list[Json]:
         if self.shown is None:
@@ -419,12 +421,17 @@ def _listed(name: str, created: int, service: Service | None) -> Json:
         "size": size,
         "digest": hashlib.sha256(f"{name} {size}".encode()).hexdigest(),
         "details": _details(service),
+        **({"capabilities": capabilities(service)} if service else {}),
     }
 
 
 def _details(service: Service | None) -> Json:
-    info = service.ready.model if service and service.ready else None
-    family = service.file.architecture if service else ""
+    ready = service.ready if service else None
+    info, family = ready.model if ready else None, service.file.architecture if service else ""
+    lengths = {
+        "context_length": ready.context_length if ready else 0,
+        "embedding_length": service.file.dimensions if service else 0,
+    }
     return {
         "parent_model": "",
         "format": "gguf",
@@ -432,6 +439,7 @@ def _details(service: Service | None) -> Json:
         "families": [family] if family else [],
         "parameter_size": as_count(info.parameters) if info else "",
         "quantization_level": info.quantization if info else "",
+        **{name: length for name, length in lengths.items() if length},
     }
 
 

@@ -30,10 +30,13 @@ async def test_a_chat(served):
     assert "".join(m.get("thinking", "") for m in messages) == "Hm."
     assert "".join(m["content"] for m in messages).strip() == "I look."
     [[call]] = [m["tool_calls"] for m in messages if "tool_calls" in m]
-    assert call["function"] == {"name": "get_weather", "arguments": {"city": "Rome"}}
+    assert call["function"] == {"index": 0, "name": "get_weather", "arguments": {"city": "Rome"}}
     assert last["prompt_eval_count"] == 96 and last["prompt_eval_duration"] == 210_000_000
     whole = (await client.post("/api/chat", json={**ASKED, "tools": [WEATHER], "stream": False})).json()
     assert whole["message"]["tool_calls"][0]["function"] == call["function"]
+    client, _ = served(FakeEngine(reply(f"{CALL}\n{CALL}")))
+    twice = (await client.post("/api/chat", json={**ASKED, "tools": [WEATHER], "stream": False})).json()
+    assert [each["function"]["index"] for each in twice["message"]["tool_calls"]] == [0, 1]
     assert whole["message"]["thinking"] == "Hm." and whole["message"]["content"].strip() == "I look."
     assert whole["eval_count"] == last["eval_count"] and service.handled[0].path == "/api/chat"
 
@@ -122,11 +125,11 @@ async def test_what_there_is(served):
     client, _ = served()
     [model] = (await client.get("/api/tags")).json()["models"]
     assert model["name"] == "tiny" and model["details"]["quantization_level"] == "Q6_K"
-    assert model["details"]["parameter_size"] == "752M"
+    assert model["details"]["parameter_size"] == "752M" and model["details"]["context_length"] == 8192
     [running] = (await client.get("/api/ps")).json()["models"]
     assert running["context_length"] == 8192 and running["size"] == model["size"]
     shown = (await client.post("/api/show", json={"model": "tiny"})).json()
-    assert {"tools", "thinking", "completion"} == set(shown["capabilities"])
+    assert {"tools", "thinking", "completion"} == set(shown["capabilities"]) == set(model["capabilities"])
     assert shown["model_info"]["qwen3.context_length"] == 8192
     assert (await client.get("/api/version")).json()["version"]
     assert shown["model_info"]["general.basename"] == "tiny" and shown["model_info"]["qwen3.embedding_length"]
