@@ -26,6 +26,7 @@ from tinygrad.runtime.support.elf import elf_loader, jit_loader
 from engine.devices import kept_clang
 from engine.devices.clang import find_clang, zig_clang
 from engine.system.whole_file import write_whole
+from tests.cuda_sources import refused
 from tests.environment import FOLDER, KERNELS
 from tests.paths import ROOT
 
@@ -78,6 +79,8 @@ class SimulatedCompiler(Compiler):
         super().__init__(None)
 
     def compile(self, src: str) -> bytes:
+        if why := refused(src):
+            raise CompileError(f"{why}:\n{src}")
         found = _KERNEL.search(src)
         assert found, src
         name, parameters = found[1], [p for p in found[2].split(", ") if p]

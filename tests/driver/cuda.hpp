@@ -117,8 +117,6 @@ VECTORS(float, float)
 VECTORS(int, int)
 VECTORS(unsigned int, uint)
 VECTORS(long, long)
-VECTORS(unsigned char, unsigned_char)
-VECTORS(signed char, signed_char)
 struct alignas(4) half2 { half x, y; };
 INLINE half2 make_half2(half x, half y) { return {x, y}; }
 typedef half2 __half2;

@@ -19,7 +19,7 @@ from typing import Any
 
 from tinygrad import Device, UOp, codegen, dtypes
 from tinygrad.codegen import to_program
-from tinygrad.device import Buffer
+from tinygrad.device import Buffer, CompileError
 from tinygrad.dtype import DType
 from tinygrad.runtime.support import compiler_cuda
 
@@ -69,6 +69,7 @@ from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, permuted_size
 from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
+from tests.cuda_sources import refused
 from tests.kernels.gpu.alignment import BASE_BYTES, prove_uops
 from tests.opened import opened
 from tools.measure.chip_compiler import joined
@@ -285,9 +286,16 @@ def check_where_buffers_begin() -> None:
 
 
 def compile_nothing() -> None:
+    """From now on, sources are only looked at. One that CUDA has no kernel for raises CompileError."""
     compiler_cuda.NVPTXCompiler = compiler_cuda.PTXCompiler  # which needs no library
-    for compiler in (compiler_cuda.NVCCCompiler, compiler_cuda.PTXCompiler):
-        compiler.compile_cached = lambda self, source: b"nothing"  # type: ignore[method-assign]
+    compiler_cuda.PTXCompiler.compile_cached = lambda self, source: b"nothing"  # type: ignore[method-assign]
+    compiler_cuda.NVCCCompiler.compile_cached = _looked_at  # type: ignore[method-assign]
+
+
+def _looked_at(_: object, source: str) -> bytes:
+    if why := refused(source):
+        raise CompileError(f"{why}:\n{source}")
+    return b"nothing"
 
 
 def main(path: str, folder: str, *quants: str) -> None:
