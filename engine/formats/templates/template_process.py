@@ -34,6 +34,10 @@ class Refusal(Exception):
     """A template called raise_exception."""
 
 
+class TooLong(Exception):
+    """A template writes more than it may."""
+
+
 class _GenerationBlock(Extension):
     """{% generation %}, with which some templates mark the model's text for training: only its body is rendered."""
 
@@ -80,7 +84,7 @@ def _tojson(
 
 
 def rendered(template: Template, variables: dict[str, Any], most: int) -> str:
-    """The template's text. The variable `now`, in ISO format, is the time for `strftime_now`. Raises MemoryError for
+    """The template's text. The variable `now`, in ISO format, is the time for `strftime_now`. Raises TooLong for
     a text of more than `most` characters."""
     now = datetime.fromisoformat(variables.pop("now"))
     pieces, length = [], 0
@@ -88,7 +92,7 @@ def rendered(template: Template, variables: dict[str, Any], most: int) -> str:
         pieces.append(piece)
         length += len(piece)
         if length > most:
-            raise MemoryError
+            raise TooLong
     return "".join(pieces)
 
 
@@ -101,6 +105,8 @@ def answer(source: str, request: str) -> dict[str, str | list[str]]:
         return {"text": rendered(compiled(source), variables, most)}
     except Refusal as refusal:
         return {"refused": str(refusal)}
+    except TooLong:
+        return {"limit": "it writes too much"}
     except MemoryError:
         return {"limit": "it takes too much memory"}
     except (OverflowError, RecursionError):
