@@ -67,7 +67,7 @@ def ollama_form(error: ApiError) -> dict[str, Any]:
 _LIKE_OPENAI = ("/api/v0/", "/api/v1/chat", "/api/v1/models", "/api/v1/completions")
 _PATHS_OF_GEMINI = ("/v1beta/", "/v1alpha/")
 _OF_INTERACTIONS = re.compile(r"/(v1|v1beta|v1alpha)/interactions(/|$)")
-_OF_GEMINI = re.compile(r"\w+(Content|Contents|Tokens)")
+_OF_GEMINI = re.compile(r"\w+(Content|Contents|Tokens)|predict")
 """The end of a path of a model, after the last colon."""
 _GEMINI_KINDS = {
     400: "INVALID_ARGUMENT",

@@ -146,6 +146,8 @@ async def test_what_googles_own_server_takes_too(served):
     assert (candidate["avgLogprobs"], shown["chosenCandidates"][0]["logProbability"]) == (-0.5, -0.5)
     assert shown["topCandidates"][0]["candidates"][0]["tokenId"] == 2
     assert (await streamed(client, body))[0]["candidates"][0]["logprobsResult"] == shown
+    refused = await client.post(path.replace("generateContent", "predict"), json=body)
+    assert refused.status_code == 404 and refused.json()["error"]["status"] == "NOT_FOUND"
     request = engine.requests[0]
     assert [message.content for message in request.prompt.messages] == ["Be brief.", "Hi"]
     assert request.max_tokens == 9 and '"name": "f"' in request.prompt.tools
