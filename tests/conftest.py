@@ -151,6 +151,13 @@ def _survivors_of_screens() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
+def optimizing_compiler() -> Iterator[None]:
+    """Kernels of a CPU that no test before has compiled are optimized: for what is run often, or looked at."""
+    with mock.patch.dict(os.environ, CC=str(tests_environment.OPTIMIZING)):
+        yield
+
+
+@pytest.fixture(scope="module")
 def plain_graphs() -> Iterator[None]:
     """Tensor graphs become plain loops, which are half the work to compile. They compute the same."""
     from tinygrad.helpers import Context

@@ -25,6 +25,10 @@ FOLDER = "ORIN_TESTS_FOLDER"
 """The variable that has the path of the folder of all tests of a run."""
 _OWNER = "ORIN_TESTS_FOLDER_OWNER"  # the id of the process that made it
 KERNELS = ROOT / "build/test-kernels"
+OPTIMIZING = KERNELS / "clang"
+"""Compiles kernels of a CPU as for users, but for unrolled loops. The fixture `optimizing_compiler` takes it."""
+QUICK = KERNELS / "quick-clang"
+"""Leaves code as it is written: nearly no work, and the same numbers, only later."""
 _homes: list[Path] = []  # of earlier tests, as they were given
 
 
@@ -72,18 +76,19 @@ def enter() -> None:
     kept.mkdir(parents=True, exist_ok=True)
     cache.mkdir(parents=True)
     (cache / "kernels").symlink_to(kept)
-    if compiler := _compiler():
-        os.environ["CC"] = compiler
+    if clang := _clang():
+        _write_script(OPTIMIZING, clang, "-fno-unroll-loops")  # a fifth less work, and the same numbers
+        _write_script(QUICK, clang, "-O0")
+        os.environ["CC"] = str(OPTIMIZING if THOROUGH else QUICK)
 
 
-def _compiler() -> str | None:
-    """A script that compiles with clang and leaves loops as they are: a fifth less work, and the same numbers."""
+def _clang() -> str | None:
     with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(KERNELS)):
-        if not (clang := shutil.which("clang") or zig_clang()):
-            return None
-    script = KERNELS / "clang"
-    write_whole(script, f'#!/bin/sh\nexec {shlex.quote(clang)} "$@" -fno-unroll-loops\n'.encode(), 0o755)
-    return str(script)
+        return shutil.which("clang") or zig_clang()
+
+
+def _write_script(script: Path, clang: str, option: str) -> None:
+    write_whole(script, f'#!/bin/sh\nexec {shlex.quote(clang)} "$@" {option}\n'.encode(), 0o755)
 
 
 def empty_home() -> Path:

@@ -19,6 +19,8 @@ from engine.targets.cpu.kernels.weight_layout import LaneLayout
 from tests.thorough import rarely, thorough
 
 Q4_K, IQ4_XS = 12, 23
+pytestmark = pytest.mark.usefixtures("optimizing_compiler")
+
 X86, ARM = "--target=x86_64-none-unknown-elf", "--target=aarch64-none-unknown-elf"
 KINDS = {"values": dtypes.int16, "sums": dtypes.int32}
 

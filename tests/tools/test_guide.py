@@ -74,7 +74,7 @@ def shipped():
 
 
 @pytest.fixture(scope="module")
-def chatter():
+def chatter(optimizing_compiler):
     return Chatter(guide_path())
 
 
