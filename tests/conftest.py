@@ -63,15 +63,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a 
 # Files that take longest, in the order in which they start: then all processes end at about the same time.
 LONGEST = (
     "kernels/gpu/test_numbers.py",
-    "targets/test_graph.py",
     "targets/test_cpu.py",
-    "soak/test_soak.py",
-    "targets/test_cpu_runner.py",
+    "targets/test_graph.py",
     "kernels/cpu/test_attention.py",
-    "driver/test_decode.py",
     "kernels/cpu/test_product.py",
-    "model/test_llama_cpp.py",
+    "soak/test_soak.py",
     "app/cli/test_cli_engines.py",  # before others whose engines have its kernels
+    "targets/test_cpu_runner.py",  # after `test_cpu.py`, whose kernels it has
+    "driver/test_decode.py",
+    "model/test_llama_cpp.py",
     "app/screens/test_dashboard.py",
     "targets/test_graph_runner.py",
     "app/screens/test_snapshots.py",

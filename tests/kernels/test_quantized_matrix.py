@@ -13,9 +13,9 @@ from tests.quantized_blocks import Q1_0, dequantized, random_blocks
 from tests.thorough import rarely
 
 ROWS = 40
-# A commit is checked with a type of each kind: scales of their parts, of blocks, codebooks. Whole models
-# have floats and Q8_0 (tests/targets, tests/measure).
-COMMON = (Type.Q4_K, Type.MXFP4, Type.IQ2_S)
+# A commit is checked with scales of parts of blocks and with a codebook of vectors. Whole models have floats and Q8_0
+# (tests/targets, tests/measure), and MXFP4 (tests/model/test_llama_cpp.py).
+COMMON = (Type.Q4_K, Type.IQ2_S)
 TYPES = (*FLOATS, *QUANTIZED, Type.TQ2_0, Q1_0, Type.NVFP4, Type.IQ3_S)
 KINDS = [kind if kind in COMMON else rarely(kind) for kind in TYPES]
 

@@ -33,6 +33,10 @@ def scripted(code):
     return LocalEngine(EngineOptions(model_path="none"), command=command)
 
 
+# What follows from an end of the process, however it was started.
+forked = pytest.mark.usefixtures("forked_engines")
+
+
 async def vanish(pid):
     await soon(lambda: not running(pid), lambda: f"process {pid} lives on")
 
@@ -54,6 +58,7 @@ async def test_a_process_that_the_system_holds_is_not_waited_for(engines, monkey
 # --- the worker dies -----------------------------------------------------------------------------------
 
 
+@forked
 async def test_sigkill_in_mid_answer_ends_it_and_the_next_prompt_works(engines):
     engine = engines(rate=100)
     await collect(engine.start())
@@ -91,6 +96,7 @@ async def test_a_process_that_ends_by_itself_says_why(code, said):
     assert last.message == f"The engine process ended by itself ({said})."
 
 
+@forked
 async def test_what_came_before_the_death_is_kept(engines, tmp_path):
     arrived = tmp_path / "arrived"
     engine = engines(die_at=300, until=arrived)
@@ -124,6 +130,7 @@ async def test_a_death_while_idle_is_noticed_by_the_next_prompt(engines):
     assert "Segmentation fault" in engine.log_path.read_text()
 
 
+@forked
 async def test_a_death_that_nobody_has_noticed_costs_no_prompt(engines):
     """The line mode waits for a line of a pipe, and its event loop stands still meanwhile."""
     engine = engines(tokens=2)
@@ -167,6 +174,7 @@ while b"hello" not in said:
     assert [type(event) for event in events] == [Ready, Failed]
 
 
+@forked
 @pytest.mark.parametrize("how", ["hangs", rarely("stopped")])
 async def test_a_process_that_does_not_end_a_cancelled_answer_is_replaced(engines, monkeypatch, how):
     monkeypatch.setattr("engine.protocol.client.DEAF_S", 0.1)
@@ -183,6 +191,7 @@ async def test_a_process_that_does_not_end_a_cancelled_answer_is_replaced(engine
     assert engine.pid not in (None, pid)
 
 
+@forked
 async def test_a_death_while_loading(engines, tmp_path):
     engine = engines(until=tmp_path / "never")
     stream = engine.start()
@@ -304,6 +313,7 @@ async def test_nothing_leaks(engines, children):
     assert not children() and fds() == before
 
 
+@forked
 async def test_the_log_stays_small(engines):
     engine = engines(tokens=1)
     engine.log_path.parent.mkdir(parents=True)

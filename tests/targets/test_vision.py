@@ -48,7 +48,7 @@ def noise(width, height, seed=0):
 
 OF_SHARED = "gemma3", "gemma4v", "pixtral"
 OF_KINDS = [
-    *((kind, CPUEncoder) for kind in OF_SHARED),
+    *((kind, CPUEncoder) if kind != "pixtral" else rarely(kind, CPUEncoder) for kind in OF_SHARED),
     rarely("qwen3vl_merger", CPUEncoder),  # with projectors of layers below
     *(rarely(kind, GraphEncoder) for kind in ("qwen3vl_merger", *OF_SHARED)),
 ]
@@ -65,7 +65,7 @@ OTHERS = [
     rarely("glm4v", {}),
     rarely("adapter", {}),
     rarely("step3vl", {}),
-    ("minicpmv4_6", {"side": 64}),
+    rarely("minicpmv4_6", {"side": 64}),
     ("hunyuanvl", {}),
     rarely("mlp", {"side": 150}),
     *(rarely(kind, {}) for kind in ("phi4", "janus_pro")),

@@ -138,6 +138,7 @@ def test_compilers_build_kernels(tmp_path, scaling):
     assert run(tmp_path, BEGUN, compilers=2) == (0, 0, 1, 0, 0, 0, 1)
 
 
+@thorough  # `test_compilers_build_kernels`; what is built here is in all tests
 def test_what_compilers_cannot_build_is_built_here(tmp_path, scaling):
     begin = "import os\nos.environ['HERE'] = str(os.getpid())\nfrom scaling import *"
     broken = BEGUN.replace("from scaling import *", begin)
@@ -146,6 +147,7 @@ def test_what_compilers_cannot_build_is_built_here(tmp_path, scaling):
     assert run(tmp_path, broken, compilers=2) == (2, 0, 0, 0, 2, 2, 1)
 
 
+@thorough
 def test_without_compilers_what_was_begun_is_done_when_it_is_needed(tmp_path, scaling):
     assert run(tmp_path, BEGUN) == (0, 2, 0, 0, 2, 2, 1)
 
