@@ -16,6 +16,8 @@ from engine.targets.cpu.export import quantized
 from tests import generated_model
 from tests.thorough import rarely, thorough
 
+pytestmark = pytest.mark.usefixtures("optimizing_compiler")  # prompts are long
+
 PROMPT = tuple(i * 7 % 200 for i in range(2 * 2048))
 CONTEXT = len(PROMPT) + 64
 
