@@ -1,5 +1,6 @@
 """Settings, preset and command line: which of them holds."""
 
+import struct
 from pathlib import Path
 
 import gguf
@@ -53,6 +54,12 @@ def test_what_nobody_chose_of_sampling_is_the_models(tmp_path):
     now = Sampling(temperature=0.5, top_k=5, repeat_penalty=1.25)
     assert sampling_with_other_model(now, thinking, other) == Sampling(temperature=1.0, top_k=5, min_p=0.0)
     assert configure(str(model("c", temp=-1.0, top_k=20))).sampling == Sampling()
+    assert configure(str(model("d", temp=0.6))).sampling.temperature == 0.6
+    nested = tmp_path / "nested"  # an array of arrays, 20,000 deep
+    nested.write_bytes(
+        b"GGUF" + struct.pack("<IQQQcI", 3, 0, 1, 1, b"x", 9) + struct.pack("<IQ", 9, 1) * 20_000
+    )
+    assert configure(str(nested)).sampling == Sampling()
     cut = tmp_path / "cut"
     for n in range(0, 200, 7):
         cut.write_bytes(thinking.read_bytes()[:n])
