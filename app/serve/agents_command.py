@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from argparse import Namespace
 from collections.abc import Sequence
+from http.client import HTTPException
 from pathlib import Path
 
 from app.chat.settings import Settings
@@ -19,6 +20,11 @@ from widgets.text import clean, one_line
 
 TIMEOUT_S = 5.0
 MOST_BYTES = 1 << 20  # of what a server or a file says
+MOST_CONTEXT = 1 << 31  # tokens
+_NO_ANSWER = (
+    OSError, HTTPException, ValueError, RecursionError, KeyError, TypeError, AttributeError, StopIteration,
+)  # fmt: skip
+"""What is raised where no orin-chat answers: nobody, another protocol, or other JSON."""
 
 
 def run(arguments: Sequence[str], settings: Settings) -> int:
@@ -73,12 +79,12 @@ def _endpoint(args: Namespace) -> Endpoint:
     except urllib.error.HTTPError as error:
         hint = "Name the variable with its key: --api-key-env NAME." if error.code == 401 else ""
         raise BackendError(f"The server at {one_line(address)} refuses: {error.code}.", hint) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration):
+    except _NO_ANSWER:
         raise BackendError(
             f"No orin-chat answers at {one_line(address)}.",
             f"Start it with {call('serve')}, or name another one: --server URL.",
         ) from None
-    length = context if isinstance(context, int) else 0
+    length = context if isinstance(context, int) and 0 < context <= MOST_CONTEXT else 0
     return Endpoint(address, model, length, args.api_key_env or "", tools is not False, images is True)
 
 

@@ -2,9 +2,11 @@
 
 import io
 import json
+import socket
 import sys
 import threading
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -60,6 +62,22 @@ def test_what_is_printed(server, capsys):
         run(["--server", server], Settings())
     with pytest.raises(BackendError, match="No orin-chat answers"):
         run(["--server", "http://127.0.0.1:9"], Settings())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 90000\r\n\r\n" + b"[" * 90_000],
+)
+def test_other_servers_are_none(answer):
+    def reply(listening):
+        with listening.accept()[0] as connection:
+            connection.recv(4096)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor() as threads:
+        threads.submit(reply, listening)
+        with pytest.raises(BackendError, match="No orin-chat answers"):
+            run(["--server", f"http://127.0.0.1:{listening.getsockname()[1]}"], Settings())
 
 
 def test_files_are_written_beside_what_is_in_them(server, capsys, tmp_path):
