@@ -163,6 +163,7 @@ ARCHITECTURES: dict[str, Parts] = {
         layers=True,
         streams=True,
     ),
+    "talkie": Parts(norms_before=False, begin=True, keys={"logit_scale": 0.7}),
     "rwkv6": LAYER_NORMS.but(
         OLDER | {"rescale_every_n_layers": 1}, mixing=True, older=True, embedding_norm=True
     ),

@@ -31,6 +31,7 @@ class Parts:
     feed-forward layers are half as wide as the metadata say. `sub_norms`: before the last product of a sublayer.
     `gated`: attention has a gate, of "elements" or of "heads". `connections`: four streams that sublayers read the mean
     of, hashes of tokens, and indexers. `mixing`: of times, as in RWKV 7, or `older`, with LayerNorms of channels too.
+    `begin`: layers add what the stream began with, norms have no weights, and queries have a number for each head.
     `normed_after`: norms come after the sums, as those of BERT, also one after the embeddings, to which the type of a
     token is added.
     `keys`: metadata, without the architecture; they are such that every part counts within 100 tokens."""
@@ -76,6 +77,7 @@ class Parts:
     connections: bool = False
     mixing: bool = False
     older: bool = False
+    begin: bool = False
     keys: Keys = field(default_factory=dict)
 
     def but(self, keys: Keys | None = None, **parts: Any) -> Parts:

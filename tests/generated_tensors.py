@@ -86,7 +86,7 @@ class Tensors:
         self.numbers(name, mean + std * self.rng.standard_normal(size))
 
     def norm(self, name: str) -> None:
-        if self.parts.layer_norms == "none":
+        if self.parts.layer_norms == "none" or self.parts.begin:
             return
         is_bare = self.parts.mamba_beside and name.endswith("ffn_norm")
         self.vector(name if is_bare else f"{name}.weight", self._dim, 1.0)
@@ -165,8 +165,12 @@ class Tensors:
             return
         if not parts.connections:
             self.norms_of_feed_forward(prefix)
-        if parts.scaled:
+        if parts.scaled or parts.begin:
             self.vector(prefix + "layer_output_scale.weight", 1, 0.7)
+        if parts.begin:
+            self.numbers(prefix + "attn_q_norm.weight", 1 + 0.3 * self.rng.random((self.shape.heads, 1)))
+            for name in "attn_output", "ffn_down":
+                self.vector(f"{prefix}{name}.scale", 1, 1.3)
         if parts.layers:
             size = self.metadata["embedding_length_per_layer_input"]
             self.matrix(prefix + "inp_gate", size, self._dim)

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from engine.description.altup import Correction, LowRank, Merge, Modes, Prediction
 from engine.description.architectures import read_spec
 from engine.description.attention import Attention, LatentAttention
+from engine.description.begin import Begin
 from engine.description.feed_forward import MIN_PROBABILITY, Dense, Experts, LayerEmbedding, SideBySide
 from engine.description.hyper_connections import HashedEmbedding, HyperConnection, Mixing
 from engine.description.recurrent import Recurrent
@@ -113,6 +114,7 @@ class Reference(AttentionReference, ConnectedReference, RecurrentReference):
             x = x + self._matrix(spec.positions)[: len(x)]
         if spec.token_type:
             x = x + self._matrix(spec.token_type)
+        self._embeddings = x
         if spec.embedding_norm:
             x = centred(x) if spec.centred else x
             x = self._normed(x, spec.embedding_norm, spec.eps, spec.embedding_norm_bias)
@@ -172,6 +174,8 @@ class Reference(AttentionReference, ConnectedReference, RecurrentReference):
                     added = self._product(of_layer, part.embedding.proj)
                     others = corrected[1:] + self._normed(added, part.embedding_norm, spec.eps)
                     y = corrected[0] - x
+                case Begin():
+                    y = self._embeddings
                 case Merge() as part:
                     ends = [as_long(self._product(o, w), x) for o, w in zip(others, part.ends, strict=True)]
                     y = np.mean([x, *ends], 0) - x

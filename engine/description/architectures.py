@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from engine.description.altup import has_streams, read_merge, read_streamed_layer
 from engine.description.attention_reader import AttentionReader
+from engine.description.begin import read_begin
 from engine.description.checked_file import MOST
 from engine.description.deepstack import has_picture_parts, with_picture_parts
 from engine.description.draft_head import read_draft_head
@@ -282,8 +283,10 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
         if not has_post_norms:
             is_renamed = not before[1] and self.has(f"{prefix}post_attention_norm.weight")
             names = "attn_norm", "post_attention_norm" if is_renamed else "ffn_norm"
-            if self.family.layer_norms or self.family.one_norm:
+            if self.family.layer_norms or self.family.one_norm or self.family.unweighted:
                 yield from self.shared_norms(i, prefix)
+                if self.family.adds_begin:
+                    yield read_begin(self, prefix, self.dim)
                 return
             # Falcon H1's files have a name without ".weight".
             suffixes = ["" if self.has(f"{prefix}{name}") else ".weight" for name in names]

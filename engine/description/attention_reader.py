@@ -226,6 +226,7 @@ class _Tensors:
         self._in_file = self.sizes | {"q": 2 * self.sizes["q"]} if self._is_gated else self.sizes
         q_norm = reader.file.tensors.get(f"{prefix}attn_q_norm.weight")
         self.has_own_norms = q_norm is not None and len(q_norm.shape) > 1
+        self._has_gains = q_norm is not None and q_norm.shape == (heads.count, 1)
         self._has_unit_norms = family.unit_norms and is_rotated and not reader.is_unnormed
 
     @property
@@ -256,6 +257,10 @@ class _Tensors:
         reader, heads, tensor = self._reader, self._heads, f"{self._prefix}attn_{x}_norm.weight"
         if self._has_unit_norms:
             return Vector("", heads.dim)
+        if self._has_gains:  # a number for each head of queries, and none for keys (Talkie)
+            if x == "k":
+                return Vector("", self.sizes[x])
+            return replace(reader.required(tensor, heads.count, 1), size=self.sizes[x], each=heads.dim)
         if self.has_own_norms and reader.has(tensor):
             norm = reader.required(tensor, self.sizes[x] // heads.dim, heads.dim)
             return replace(norm, order=heads.order)

@@ -9,7 +9,7 @@ import numpy as np
 from engine.description.sublayers import Vector, Weight
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged, printable
-from engine.formats.quantization import FORMATS, WIDENED_NVFP4, read_as
+from engine.formats.quantization import FLOATS, FORMATS, WIDENED_NVFP4, read_as
 from engine.formats.rope_order import HeadOrder
 
 MOST = float(np.finfo(np.float32).max)
@@ -88,7 +88,7 @@ class CheckedFile:
         run: int = 0,
     ) -> Weight:
         """A matrix: `rows` rows from `first` on, of a tensor that has `of` (0: as many). `every`, `run`: see `Weight`.
-        A matrix of one row may be a vector in the file. If its blocks have a scale of half precision and no minimum,
+        A matrix of one row may be a vector in the file. If its blocks have a scale of half precision, or it has floats,
         all of it may have one more. Matrices of experts may in NVFP4 alone: in other types, such a scale is of their
         results (`Experts.scales`)."""
         name, shape = f"{tensor}.weight", (*([experts] if experts > 1 else []), of or rows, cols)
@@ -96,7 +96,8 @@ class CheckedFile:
         type = self.check(name, (cols,) if is_vector else shape)
         scale = f"{tensor}.scale"
         format = FORMATS.get(read_as(type))
-        is_scaled = format and format.m is None and not format.exponent and self.has(scale)
+        of_floats = type in FLOATS and self.has(scale) and self.file.tensors[scale].shape == (experts,)
+        is_scaled = of_floats or (format and not format.exponent and self.has(scale))
         if is_scaled and (experts == 1 or read_as(type) == WIDENED_NVFP4):
             self.check(scale, (experts,))
         else:

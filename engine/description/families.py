@@ -84,6 +84,7 @@ class Family:
     post_eps: float = 0.0
     unweighted: bool = False
     one_norm: bool = False
+    adds_begin: bool = False
     partial_layers: bool = False
     lone_sublayers: bool = False
     recurrent_beside: bool = False
@@ -303,6 +304,7 @@ ARCHITECTURES: Mapping[str, Family] = {
     "cogvlm": Family(),
     "plamo2": Family(recurrent="head scan"),
     "plamo3": Family(full_attention_every=8, plain_windows=True, window_base=1e4),
+    "talkie": Family(unweighted=True, normed_embedding=True, multiplied_logits=True, adds_begin=True),
     "rwkv6": Family(layer_norms=True),
     "rwkv6qwen2": Family(),
     "rwkv7": Family(layer_norms=True),

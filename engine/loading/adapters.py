@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelFileError
-from engine.formats.floats import dequantized
+from engine.formats.floats import dequantized, encoded_floats
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.gguf import GGUF, TensorInfo, damaged, printable
 from engine.formats.quantization import FLOATS
@@ -183,13 +183,7 @@ def _encoded(floats: Floats, ggml_type: int) -> Bytes:
         encoded[:, :2] = d[:, None].view(np.uint8)
         np.copyto(encoded[:, 2:].view(np.int8), numbers, casting="unsafe")
         return encoded.reshape(-1)
-    match GGML_TYPES[ggml_type].name:
-        case "F32":
-            return np.ascontiguousarray(floats).view(np.uint8).reshape(-1)
-        case "F16":
-            return floats.astype(np.float16).view(np.uint8).reshape(-1)
-    bits = floats.view(np.uint32)  # to the nearest upper half, of two equally near ones the even one
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(np.uint8).reshape(-1)
+    return encoded_floats(floats, ggml_type)
 
 
 class _AdapterReader:

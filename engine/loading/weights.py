@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from engine.description.spec import ModelSpec
 from engine.description.sublayers import Vector, Weight
 from engine.errors import ModelFileError
-from engine.formats.floats import dequantized
+from engine.formats.floats import dequantized, encoded_floats
 from engine.formats.ggml_types import GGML_TYPES, TYPES
 from engine.formats.gguf import GGUF, TensorInfo, damaged, printable
 from engine.formats.quantization import FLOATS, FORMATS, READ_TYPES, WIDER
@@ -147,16 +147,22 @@ class FileWeights:
         return np.concatenate(parts).astype(floats, order="C").view(np.uint8).reshape(-1)
 
     def _scaled(self, weight: Weight, rows: range, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """The bytes of a matrix's rows times its scale, which d of each block is multiplied by."""
+        """The bytes of a matrix's rows times its scale, which d and m of each block are multiplied by."""
+        scales = self.vector(Vector(weight.scale, weight.experts))[np.array(rows) // weight.rows]
+        if weight.type in FLOATS:
+            floats = dequantized(data.reshape(len(rows), -1), weight.type) * scales[:, None]
+            return encoded_floats(floats, weight.type)
         if self.file.tensors[weight.tensor].type not in WIDER:
             data = data.copy()  # it lies in the file, which cannot be written to
         format = FORMATS[weight.type]
         blocks = data.reshape(len(rows), -1, format.block_bytes)
-        scales = self.vector(Vector(weight.scale, weight.experts))[np.array(rows) // weight.rows]
-        d = blocks[:, :, format.d : format.d + 2].copy().view(np.float16) * scales[:, None, None]
-        if not (abs(d) <= _LARGEST_HALF).all():
-            raise damaged(self.file.path, f"{weight.scale} is {abs(scales).max():g}")
-        blocks[:, :, format.d : format.d + 2] = d.astype(np.float16).view(np.uint8)
+        for at in (format.d, format.m):
+            if at is None:
+                continue
+            d = blocks[:, :, at : at + 2].copy().view(np.float16) * scales[:, None, None]
+            if not (abs(d) <= _LARGEST_HALF).all():
+                raise damaged(self.file.path, f"{weight.scale} is {abs(scales).max():g}")
+            blocks[:, :, at : at + 2] = d.astype(np.float16).view(np.uint8)
         return data
 
     @staticmethod

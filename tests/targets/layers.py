@@ -79,6 +79,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "granitehybrid F32": {"architecture": "granitehybrid", "quant": "F32"},
     "jamba F32": {"architecture": "jamba", "quant": "F32"},
     "mamba F32": {"architecture": "mamba", "quant": "F32", "layers": 1},
+    "talkie F32": {"architecture": "talkie", "quant": "F32", "tied": False},
     "rwkv6 F32": {"architecture": "rwkv6", "quant": "F32", "tied": False},
     "rwkv6qwen2 F32": {"architecture": "rwkv6qwen2", "quant": "F32", "tied": False},
     "rwkv7 F32": {"architecture": "rwkv7", "quant": "F32", "tied": False, "dim": 128},

@@ -2,11 +2,13 @@
 
 from engine.description.altup import Correction, LowRank, Merge, Prediction
 from engine.description.attention import Attention, LatentAttention
+from engine.description.begin import Begin
 from engine.description.feed_forward import Dense, Experts, LayerEmbedding, SideBySide
 from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, SelectiveScan, ShortConv
 from engine.description.sublayers import Operator
 from engine.description.time_mixing import ChannelMix, TimeMix
 from engine.targets.cpu.sublayers.attention import AttentionHandler
+from engine.targets.cpu.sublayers.begin import BeginHandler
 from engine.targets.cpu.sublayers.delta_net import DeltaNetHandler, KeyedDeltaNetHandler
 from engine.targets.cpu.sublayers.dense import DenseHandler
 from engine.targets.cpu.sublayers.experts import ExpertsHandler
@@ -43,4 +45,5 @@ HANDLERS: dict[type[Operator], type[Handler]] = {
     Merge: MergeHandler,
     TimeMix: TimeMixHandler,
     ChannelMix: ChannelMixHandler,
+    Begin: BeginHandler,
 }

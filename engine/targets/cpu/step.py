@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from tinygrad import Tensor
 
+from engine.description.begin import Begin
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.activations import cap
 from engine.targets.cpu.kernels.embedding import embed, embed_from_file
@@ -31,7 +32,9 @@ def step_kernels(
     spec, embedding, step = model.spec, model.embedding, StepBuilder(model, tile, rows, most)
     of_pictures = [] if rows else model.of_pictures
     draft_input, embedded = model.draft_input, step.x
-    if embedding.cols != spec.dim or spec.centred or model.added_tables:
+    if any(isinstance(sublayer.operator, Begin) for sublayer in spec.sublayers):
+        step.embeddings = embedded = step.rows("embeddings", spec.dim)
+    elif embedding.cols != spec.dim or spec.centred or model.added_tables:
         embedded = step.rows("embedded", embedding.cols)
     step.add(
         embed(embedding.layout, tile, spec.embedding_scale, bool(of_pictures)),
@@ -49,7 +52,8 @@ def step_kernels(
         step.add_rows([embedded, *_added_rows(model, step)], begins=True)
     if model.embedding_norm is not None:
         normed = step.rows("embedded", spec.dim)
-        step.add_normed(normed, step.x, model.embedding_norm, added=False)
+        rows_read = step.x if step.embeddings is None else step.embeddings
+        step.add_normed(normed, rows_read, model.embedding_norm, added=False)
         step.add_rows([normed], begins=True)
     step.sequence.output(step.x)
     last = None if rows or whole else model.layers[spec.last_keeping]

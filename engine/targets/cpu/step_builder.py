@@ -59,6 +59,7 @@ class StepBuilder:
         self.mixed: Tensor | None = None
         self.of_layers: list[Tensor] = []
         self.streams: list[Tensor] = []
+        self.embeddings: Tensor | None = None  # of the tokens, if layers add them
 
     @property
     def out(self) -> Tensor:

@@ -21,7 +21,8 @@ class Run:
     chunked. `of_layers`: what the tokens give each layer. `caches`, `index_caches` and `states` are those of the
     sublayers to come, and `read` is the cache that each attention so far has read. `before`: the residual stream that
     the sublayer before this one read. `stored`: the cache that was stored to last. `others`: the streams beside the
-    residual one, and `predicted` all of them as a layer began. `first_values`: those of the first time mixing."""
+    residual one, and `predicted` all of them as a layer began. `first_values`: those of the first time mixing.
+    `embeddings`: those of the tokens."""
 
     step: Step
     masks: dict[tuple[int, bool, bool], Tensor | None]
@@ -35,6 +36,7 @@ class Run:
     predicted: list[Tensor] = field(default_factory=list)
     before: Tensor | None = None
     first_values: Tensor | None = None
+    embeddings: Tensor | None = None
 
 
 class Parts:

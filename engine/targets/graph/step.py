@@ -14,6 +14,7 @@ from tinygrad import Tensor, UOp, dtypes
 
 from engine.description.altup import Correction, LowRank, Merge, Prediction
 from engine.description.attention import Attention, LatentAttention
+from engine.description.begin import Begin
 from engine.description.feed_forward import Dense, Experts, LayerEmbedding, SideBySide
 from engine.description.hyper_connections import HashedEmbedding, HyperConnection, Mixing
 from engine.description.older_time_mixing import OlderTimeMix
@@ -90,8 +91,8 @@ class Transformer(
         rows = hashed.rows(before, tokens) if hashed else np.maximum(tokens, 0)
         return Tensor(self._table[rows].reshape(-1)).realize()
 
-    def embedded(self, step: Step) -> Tensor:
-        """The embeddings of a step's tokens, float32 (n, dim)."""
+    def _embeddings(self, step: Step) -> Tensor:
+        """Those of a step's tokens, float32 (n, dim)."""
         tokens, scale = step.tokens, self.spec.embedding_scale
         if step.of_pictures is not None:
             tokens = tokens.maximum(0)
@@ -105,6 +106,14 @@ class Transformer(
             x = x + self._matrices[self.spec.positions].take(places)
         if self.spec.token_type:
             x = x + self._matrices[self.spec.token_type].dequantize()
+        return x
+
+    def embedded(self, step: Step) -> Tensor:
+        """What the stream begins with, float32 (n, dim)."""
+        return self._begun(self._embeddings(step))
+
+    def _begun(self, x: Tensor) -> Tensor:
+        """What the stream begins with, of the embeddings x (n, dim)."""
         if self.spec.embedding_norm:
             x = centred(x) if self.spec.centred else x
             x = self._stream_norm(x, self.spec.embedding_norm, self.spec.embedding_norm_bias)
@@ -179,7 +188,8 @@ class Transformer(
         """Runs a step as `__call__` does. Gives for each sublayer the residual stream after it, (n, dim), and the cache
         that was stored to last."""
         spec = self.spec
-        x, n = self.embedded(step), cast(int, step.tokens.shape[0])
+        embeddings, n = self._embeddings(step), cast(int, step.tokens.shape[0])
+        x = self._begun(embeddings)
         run = Run(
             step,
             {
@@ -193,7 +203,7 @@ class Transformer(
             [self._numbers, *self._caches][-1],
         )
         waiting: list[Tensor] = []
-        read = x
+        run.embeddings, read = embeddings, x
         for sublayer, is_added_later in spec.blocks:
             norm, operator = sublayer.norm, sublayer.operator
             x = self._stream_norm(x, sublayer.renewed) if sublayer.renewed else x
@@ -235,6 +245,10 @@ class Transformer(
         e = (projected + table.reshape(n, of.layers, of.size) * of.size**0.5) * 0.5**0.5
         e = e.contiguous().realize()
         return [e[:, i] for i in range(of.layers)]
+
+    def _begin(self, operator: Begin, x: Tensor, run: Run) -> Tensor:
+        assert run.embeddings is not None
+        return run.embeddings
 
     def _layer_embedding(self, operator: LayerEmbedding, x: Tensor, run: Run) -> Tensor:
         gate = self._product(operator.gate, x).gelu()
@@ -411,5 +425,6 @@ _SUBLAYERS: dict[type[Operator], Callable[[Transformer, Any, Tensor, Run], Tenso
     TimeMix: Transformer._time_mix,
     ChannelMix: Transformer._channel_mix,
     OlderTimeMix: Transformer._older_time_mix,
+    Begin: Transformer._begin,
 }
 """What computes each kind of sublayer: of x (n, dim), normed if the sublayer has a norm, (n, dim)."""
