@@ -171,6 +171,8 @@ def test_integers_take_their_vector_in_digits_where_that_was_timed():
     h200 = Chip("sm_90", 132, launches_early=True)
     digits = schedules.with_digits(timed, h200)
     assert digits.digits and matvec_schedule(digits, h200) == early(80, 2, 4, together="all")
+    head = schedules.with_digits(StackedMatrices.single(Q6_K, 256000, 2304), h200)
+    assert head.digits and matvec_schedule(head, h200) == early(36, 4, 4, together="all")
     for stack, chip in (
         (other, h200),
         (timed, Chip("sm_90", 114, launches_early=True)),
