@@ -183,7 +183,7 @@ def test_integers_take_their_vector_in_digits_where_that_was_timed():
 
 def test_gate_and_up_of_many_integers_come_in_digits_with_all_loads_together():
     h200, place = Chip("sm_90", 132, launches_early=True), "gate and up"
-    large, small = (StackedMatrices.single(WeightLayout(12), rows, 3072) for rows in (46080, 8192))
+    large, small = (StackedMatrices.single(WeightLayout(12), rows, 3072) for rows in (46080, 4096))
     digits = schedules.with_digits(large, h200, place)
     assert digits.digits and matvec_schedule(digits, h200, place).together == "all"
     for cols, cut in ((1536, (24, 4, 4)), (3072, (48, 2, 4)), (4096, (64, 2, 4)), (5120, (80, 1, 4))):

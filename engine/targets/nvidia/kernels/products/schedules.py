@@ -58,9 +58,9 @@ _SURE = 1.05  # how much more time the model must see in a schedule to take anot
 _MAX_IDLE = 0.07  # the largest share of units that threads have beyond a row's end
 # Of experts in a product whose vectors come in digits: with 12.6 million they gained nothing.
 _MANY_WEIGHTS = 16e6
-_MANY_INTEGERS = 27e6  # of gate and up in Q4_K: the smallest that were timed had 27.5 million
+_MANY_INTEGERS = 25e6  # of gate and up: the smallest that were timed had 25.2 million
 _FOUR_WARPS, _LEAST_UNITS, _MOST_UNITS = 128, 24, 96
-_VOCABULARY, _HEAD_THREADS = 50_000, 48  # rows of a head at least, and the threads of one of its rows at most
+_VOCABULARY, _HEAD_THREADS = 50_000, 40  # rows of a head at least, and the threads of one of its rows at most
 _BROUGHT = (0, 4)  # megabytes of the next product's weights, to try (measured: with 2 to 6 about the same)
 _RESIDENT_THREADS = (640, 1024)  # on a multiprocessor, to try beside the compiler's choice
 _BROUGHT_BY_OUTPUT = 2  # megabytes of gate and up, where these have fewer than 8 bits
@@ -83,13 +83,13 @@ def in_digits(stack: StackedMatrices, place: Place = "") -> StackedMatrices:
 
 def with_digits(stack: StackedMatrices, chip: Chip, place: Place = "") -> StackedMatrices:
     """As `in_digits`, on a GPU that launches kernels early, where it was timed. Of experts, those of many weights, and
-    of integers, gate and up of many weights in Q4_K, and heads in Q6_K: the model does not know these."""
+    of integers, gate and up of many weights in Q4_K and Q6_K, and heads in Q6_K: the model does not know these."""
     if not (chip.launches_early and stack.fits_digits):
         return stack
     ((layout, rows),) = stack.matrices
     divided, shipped = replace(stack, digits=True), _shipped(chip.capability)
     if digit_rows.has_integers(layout):  # where it was timed
-        is_large = layout.name == "Q4_K" and rows * stack.cols >= _MANY_INTEGERS
+        is_large = layout.name in ("Q4_K", "Q6_K") and rows * stack.cols >= _MANY_INTEGERS
         gains = place == "gate and up" and is_large and not _measured(shipped, stack)
         is_like = chip.multiprocessors == shipped.multiprocessors
         return divided if is_like and (gains or _is_head(stack) or _measured(shipped, divided)) else stack
@@ -136,14 +136,14 @@ def _measured(shipped: _Shipped, stack: StackedMatrices) -> Schedule | None:
 
 
 def _for_the_next(s: Schedule, stack: StackedMatrices, place: Place) -> Schedule:
-    """The schedule with what it does for the next product: in steps of seven models on an H200, gate and up that
-    let down start gained 0.8 % in the mean (-0.3 to 2.4), and output products that bring the beginning of gate and
-    up 1 (0.1 to 3), but lost 0.4 where weights have 8 bits. Of three models of floats, those that let the next
-    start at the ends of attention and of the feed-forward layer gained 0.5 % (0 to 1.3). Down also loads what its end
-    reads before it waits: 0.3 % of the steps of six models (-0.05 to 0.6). Three products have all their loads under
-    way before they compute: gate and up in Q4_K, whose vector then comes in digits, which gained 2.1 % of the steps of
-    three models (1.8 to 2.3), in Q8_0, whose weights are also the first to leave the caches, 1.8 and 0.3 % of two, and
-    down in Q6_K, 1.0 to 2.4 % of three. All else gained with some models what it lost with others."""
+    """The schedule with what it does for the next product: in steps of seven models on an H200, gate and up that let
+    down start gained 0.8 % in the mean (-0.3 to 2.4), and output products that bring the beginning of gate and up 1
+    (0.1 to 3), but lost 0.4 where weights have 8 bits. Of three models of floats, those that let the next start at the
+    ends of attention and of the feed-forward layer gained 0.5 % (0 to 1.3). Down also loads what its end reads before
+    it waits: 0.3 % of the steps of six models (-0.05 to 0.6). Three products have all their loads under way before they
+    compute: gate and up in Q4_K, whose vector then comes in digits, which gained 2.1 % of the steps of three models
+    (1.8 to 2.3), and in Q6_K 1.5 and 5 % of two, in Q8_0, whose weights are also the first to leave the caches, 1.8 and
+    0.3 % of two, and down in Q6_K, 1.0 to 2.4 % of three. All else gained with some models what it lost with others."""
     if stack.digits:
         is_held = place == "gate and up" and digit_rows.has_integers(stack.matrices[0][0])
         cut = _head_in_digits if _is_head(stack) else _in_one_step if is_held else None
@@ -174,13 +174,13 @@ def _in_one_step(s: Schedule, stack: StackedMatrices) -> Schedule:
 
 def _is_head(stack: StackedMatrices) -> bool:
     """Whether a product is that of the vocabulary, in a type whose digits were timed there: steps of 4 to 16 layers of
-    Llama 3.2 1B and 3.1 8B and of Qwen3 4B, 14B and 30B take 0.3 to 4.3 % less with them."""
+    eight models, 1B to 30B, take 0.3 to 4.3 % less with them."""
     ((layout, rows), *others) = stack.matrices
     return layout.name == "Q6_K" and rows > _VOCABULARY and not (others or stack.experts)
 
 
 def _head_in_digits(s: Schedule, stack: StackedMatrices) -> Schedule:
-    """The schedule for a head with all loads together: the fastest that was timed of each of five."""
+    """The schedule for a head with all loads together: the fastest that was timed of seven of eight."""
     threads = max(n for n in range(1, _HEAD_THREADS + 1) if stack.units % n == 0)
     found = replace(s, threads=threads, groups=4, rows=4, early=True, releases=usual_release(is_early=True))
     return found if found.fits() and all(found.divides(rows) for _, rows in stack.matrices) else s
