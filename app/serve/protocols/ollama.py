@@ -23,7 +23,7 @@ from app.serve.protocols.common import logprobs
 from app.serve.protocols.common.blocks import Block, Blocks, Closed, Grown
 from app.serve.protocols.common.conversation import Call, CalledFunction, ChatMessage, Part, PicturePart
 from app.serve.protocols.common.formats import JsonSchema, ResponseFormat, grammar_of
-from app.serve.protocols.common.pictures import from_base64, from_url
+from app.serve.protocols.common.pictures import from_base64
 from app.serve.protocols.common.reply import Asked, Json, Reply
 from app.serve.protocols.common.requests import generate
 from app.serve.protocols.common.tools import Tools
@@ -249,9 +249,7 @@ def _content(text: str | None, images: Sequence[str] | None, param: str) -> str 
     """The pictures before the text. Raises ApiError."""
     if not images:
         return text
-    read = [from_url if image[:5].lower() == "data:" else from_base64 for image in images]
-    pictures = [PicturePart(picture=of(image, param)) for of, image in zip(read, images, strict=True)]
-    return [*pictures, Part("text", text)]
+    return [*(PicturePart(picture=from_base64(image, param)) for image in images), Part("text", text)]
 
 
 @dataclass

@@ -168,9 +168,10 @@ async def test_errors(served, stream):
     client, _ = served(FakeEngine([TOO_LONG]))
     refused = await client.post("/api/chat", json={**ASKED, "stream": stream})
     assert refused.status_code == 400 and "8,192" in refused.json()["error"]
-    pictures = [{"role": "user", "content": "?", "images": ["x"]}]
-    refused = await client.post("/api/chat", json={"messages": pictures, "stream": stream})
-    assert refused.status_code == 400 and "not valid base64" in refused.json()["error"]
+    for image, reason in ("x", "not valid base64"), ("http://10.0.0.1/a.png", "fetches nothing"):
+        pictures = [{"role": "user", "content": "?", "images": [image]}]
+        refused = await client.post("/api/chat", json={"messages": pictures, "stream": stream})
+        assert refused.status_code == 400 and reason in refused.json()["error"]
     assert (await client.post("/api/pull", json={"model": "x"})).json() == {
         "error": "This server pulls no models. There are: tiny."
     }

@@ -84,6 +84,7 @@ async def test_forms_of_base64_that_clients_send(served, url):
         {"type": "image_url", "image_url": URL},
         {"type": "input_image", "image_url": URL},
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": URL}},
         {"type": "image", "image": URL},
         {"type": "image", "url": URL},
     ],

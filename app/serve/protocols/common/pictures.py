@@ -11,6 +11,7 @@ from engine.protocol.events import Picture
 _OF_ADDRESSES = str.maketrans("-_", "+/")
 _ESCAPED = {"%2B": "+", "%2F": "/", "%3D": "=", "%0A": "", "%0D": "", "%20": ""}
 """What addresses write in another way. Python's `unquote` takes ten seconds for a text of megabytes."""
+_SCHEME = 10  # characters that hold the scheme of an address
 _SEND = "Send the picture itself, as data:image/png;base64 and its bytes."
 PICTURES = ("image_url", "input_image", "image")
 """The types of parts that are pictures: OpenAI's chat completions and responses, Anthropic's messages."""
@@ -26,7 +27,7 @@ def from_url(url: Any, param: str) -> Picture:
         url = url.get("url")
     if not isinstance(url, str) or not (url := url.strip()):
         raise wrong(f"There is no picture. {_SEND}", param)
-    scheme = url[:10].partition(":")[0].lower()
+    scheme = url[:_SCHEME].partition(":")[0].lower()
     if scheme in ("http", "https"):
         raise wrong(
             f"This server fetches nothing: an address could lead into its own network. {_SEND}", param
@@ -34,16 +35,21 @@ def from_url(url: Any, param: str) -> Picture:
     if scheme != "data":
         if ":" not in url:  # a picture's base64 alone, as llama-server takes it
             with suppress(ApiError):
-                return from_base64(url, param)
+                return _of_digits(url, param)
         raise wrong(f"This server opens no files for clients. {_SEND}", param)
     head, _, data = url.partition(",")
     if not head.lower().endswith(";base64"):
         raise wrong(f"A data: URL has its data in base64. {_SEND}", param)
-    return from_base64(data, param)
+    return _of_digits(data, param)
 
 
 def from_base64(text: Any, param: str) -> Picture:
-    """The picture in a text of base64. Raises ApiError."""
+    """The picture in a text of base64, or in a data: URL, which some clients put there. Raises ApiError."""
+    is_address = isinstance(text, str) and ":" in text[:_SCHEME]
+    return (from_url if is_address else _of_digits)(text, param)
+
+
+def _of_digits(text: Any, param: str) -> Picture:
     try:
         data = decoded(text)
     except ValueError:
