@@ -38,6 +38,9 @@ from engine.targets.nvidia.kernels.products.small_batch import activated as gate
 from engine.targets.nvidia.kernels.products.small_batch import as_logits as logits_few
 from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule, SharedExpert, StackedMatrices
 from engine.targets.nvidia.kernels.products.warpgroup_matmul import WarpgroupTiles, warpgroup_matmul
+from engine.targets.nvidia.kernels.recurrent.delta_decode import delta_decode
+from engine.targets.nvidia.kernels.recurrent.delta_net import DeltaHeads
+from engine.targets.nvidia.kernels.recurrent.mamba import MambaHeads, mamba
 from engine.targets.nvidia.kernels.residual_stream.layer_norm import layer_norm
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from tests.kernels.gpu.rendered import compile_nothing
@@ -100,6 +103,11 @@ def norms() -> Iterator[Made]:
     yield layer_norm(320, (False, True), 1e-5), []
 
 
+def states() -> Iterator[Made]:
+    yield delta_decode(DeltaHeads(2, 4, 32, 4, 1e-5), 0, 2), []
+    yield mamba(MambaHeads(4, 2, 32, 32, 4, 1e-5)), []
+
+
 def source_of(kernel: Kernel, planes: Sequence[DType]) -> str:
     types, buffers = iter(planes), []
     for slot, name in enumerate(kernel.buffers):
@@ -137,7 +145,7 @@ def main() -> None:
     index_lowering.apply()
     slice_shapes.apply()
     count = 0
-    for kernel, planes in (*products(), *products_of_several_tokens(), *attention(), *norms()):
+    for kernel, planes in (*products(), *products_of_several_tokens(), *attention(), *norms(), *states()):
         names = kernel.hints.waits_for
         slots = {i for i, name in enumerate(kernel.buffers) if name.split(".")[0] in names}
         assert slots and slots < set(range(len(kernel.buffers)))

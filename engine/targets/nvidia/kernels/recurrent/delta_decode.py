@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from tinygrad import UOp
 
 from engine.kernels.kernel import Kernel
+from engine.kernels.launch_hints import NO_HINTS
 from engine.targets.nvidia.kernels.pieces import MAX_POSITION
 from engine.targets.nvidia.kernels.products.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.products.matmul import as_half
 from engine.targets.nvidia.kernels.recurrent.delta_net import DeltaHeads, convolved, decay_of, silu
-from engine.targets.nvidia.kernels.recurrent.state_memory import sequence_of
+from engine.targets.nvidia.kernels.recurrent.state_memory import of_a_token, sequence_of
 from engine.targets.nvidia.kernels.uops import (
     INDEX,
     after_store,
@@ -225,4 +226,5 @@ def delta_decode(
         return finish(name + f"_in_{parts}" * (parts > 1), stores, n_bytes, n_bytes)
 
     inputs = "rows", "conv", "decay", "decay_bias", "norm", "state", not tokens and "input_scale"
-    return Kernel(kernel, ("out", parts > 1 and "squares", "memory"), inputs)
+    hints = NO_HINTS if tokens else of_a_token(inputs)
+    return Kernel(kernel, ("out", parts > 1 and "squares", "memory"), inputs, hints)

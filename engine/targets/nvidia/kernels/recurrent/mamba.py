@@ -16,13 +16,14 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
 from engine.kernels.kernel import Kernel
+from engine.kernels.launch_hints import NO_HINTS
 from engine.targets.nvidia.kernels.pieces import MAX_POSITION, PIECE_ROWS, Piece
 from engine.targets.nvidia.kernels.products.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.products.matmul import as_half
 from engine.targets.nvidia.kernels.products.runs import Runs
 from engine.targets.nvidia.kernels.recurrent.convolved import ConvolvedMemory
 from engine.targets.nvidia.kernels.recurrent.delta_net import silu
-from engine.targets.nvidia.kernels.recurrent.state_memory import sequence_of
+from engine.targets.nvidia.kernels.recurrent.state_memory import of_a_token, sequence_of
 from engine.targets.nvidia.kernels.uops import (
     INDEX,
     LOG2_E,
@@ -177,7 +178,7 @@ def mamba(of: MambaHeads, tokens: int = 0) -> Kernel:
         return finish(f"{h.name}_{h.sequences}_{tokens}", [*moved, *results], n_bytes, n_bytes)
 
     inputs = "rows", "conv", "conv_bias", "decay", "step_bias", "skip", "state"
-    return Kernel(kernel, ("products", "memory"), inputs)
+    return Kernel(kernel, ("products", "memory"), inputs, NO_HINTS if tokens else of_a_token(inputs))
 
 
 @functools.cache

@@ -9,12 +9,22 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from tinygrad import UOp
 
-from engine.kernels.kernel import Kernel
+from engine.kernels.kernel import Kernel, Name
+from engine.kernels.launch_hints import LaunchHints
 from engine.targets.nvidia.kernels.pieces import MAX_POSITION
 from engine.targets.nvidia.kernels.uops import INDEX, finish, load, load_index, load_run, store_run
+
+
+def of_a_token(inputs: Sequence[Name]) -> LaunchHints:
+    """The launch of a kernel of one token, of whose `inputs` only rows are new. It loads the others, and the state that
+    the step before has left, before it waits, and lets the next product load its weights meanwhile: four layers of
+    Qwen3.5 35B-A3B 209.9 : 208.6 microseconds, six of Nemotron 3 Nano 232.5 : 229.4."""
+    first = tuple(name for name in inputs if isinstance(name, str) and name != "rows")
+    return LaunchHints(waits_for=("rows",), loads_first=("memory", *first), releases="after its wait")
 
 
 class StateMemory(ABC):
