@@ -194,6 +194,15 @@ def test_gate_and_up_of_many_integers_come_in_digits_with_all_loads_together():
     assert all(schedules.with_digits(stack, h200, place) == stack for stack in others)
     for chip, at in ((h200, "down"), (replace(h200, multiprocessors=114), place)):
         assert schedules.with_digits(large, chip, at) == large
+    of_experts = {
+        added: StackedMatrices.single(WeightLayout(12), 4096, 4096, ChosenExperts(4, 9, added))
+        for added in (False, True)
+    }
+    for added, stack in of_experts.items():
+        digits = schedules.with_digits(stack, h200)
+        assert digits.digits and matvec_schedule(digits, h200).together == "all"
+        fewer = replace(stack, experts=ChosenExperts(1, 9, added))
+        assert schedules.with_digits(fewer, h200) == fewer
 
 
 def test_down_in_six_bits_has_all_loads_together_where_nobody_timed_it():

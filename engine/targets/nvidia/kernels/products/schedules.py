@@ -24,6 +24,7 @@ from engine.formats.quantization import Format
 from engine.kernels.launch_hints import Release, Together
 from engine.targets.nvidia.kernels.device import REGISTERS, Chip, capability, chip
 from engine.targets.nvidia.kernels.products import digit_rows
+from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
 from engine.targets.nvidia.kernels.products.schedule_cost import (
     division_us,
     has_large_codebook,
@@ -59,6 +60,7 @@ _MAX_IDLE = 0.07  # the largest share of units that threads have beyond a row's 
 # Of experts in a product whose vectors come in digits: with 12.6 million they gained nothing.
 _MANY_WEIGHTS = 16e6
 _MANY_INTEGERS = 25e6  # of gate and up: the smallest that were timed had 25.2 million
+_MANY_OF_EXPERTS = 33e6  # of chosen experts in Q4_K: with 33.5 million they gained, with 25 they lost
 _FOUR_WARPS, _LEAST_UNITS, _MOST_UNITS = 128, 24, 96
 _VOCABULARY, _HEAD_THREADS = 50_000, 40  # rows of a head at least, and the threads of one of its rows at most
 _BROUGHT = (0, 4)  # megabytes of the next product's weights, to try (measured: with 2 to 6 about the same)
@@ -83,18 +85,21 @@ def in_digits(stack: StackedMatrices, place: Place = "") -> StackedMatrices:
 
 def with_digits(stack: StackedMatrices, chip: Chip, place: Place = "") -> StackedMatrices:
     """As `in_digits`, on a GPU that launches kernels early, where it was timed. Of experts, those of many weights, and
-    of integers, gate and up of many weights in Q4_K and Q6_K, and heads in Q6_K: the model does not know these."""
+    of integers, gate and up of many weights in Q4_K and Q6_K, of experts gate and up and down in Q4_K, and heads in
+    Q6_K: the model does not know these."""
     if not (chip.launches_early and stack.fits_digits):
         return stack
     ((layout, rows),) = stack.matrices
     divided, shipped = replace(stack, digits=True), _shipped(chip.capability)
+    n_weights = rows * stack.cols * (stack.experts.used if stack.experts else 1)
     if digit_rows.has_integers(layout):  # where it was timed
-        is_large = layout.name in ("Q4_K", "Q6_K") and rows * stack.cols >= _MANY_INTEGERS
-        gains = place == "gate and up" and is_large and not _measured(shipped, stack)
+        least, types = (_MANY_OF_EXPERTS, ("Q4_K",)) if stack.experts else (_MANY_INTEGERS, ("Q4_K", "Q6_K"))
+        is_known = (place == "gate and up" or stack.experts is not None) and layout.name in types
+        gains = is_known and n_weights >= least and not _measured(shipped, stack)
         is_like = chip.multiprocessors == shipped.multiprocessors
         return divided if is_like and (gains or _is_head(stack) or _measured(shipped, divided)) else stack
     if stack.experts:
-        return divided if stack.experts.used * rows * stack.cols >= _MANY_WEIGHTS else stack
+        return divided if n_weights >= _MANY_WEIGHTS else stack
     if layout.is_e2m1:  # not timed
         return stack
     ours, theirs = ((found, _cheapest(found, chip)) for found in (divided, stack))
@@ -117,6 +122,8 @@ def matvec_schedule(stack: StackedMatrices, chip: Chip = _UNKNOWN, place: Place 
     s = _by_rule(stack.rows, stack.units, min_blocks / stack.slots, min_steps)
     if stack.experts:
         s = _at_a_time(stack, s, chip)
+        if stack.digits and digit_rows.has_integers(stack.matrices[0][0]):
+            return _of_experts_in_digits(stack.experts, s)
         is_q4 = all(layout.name == "Q4_K" for layout, _ in stack.matrices)  # others were not timed
         is_early = chip.launches_early and is_q4 and not stack.experts.added
         return replace(s, early=True, releases=usual_release(is_early=True)) if is_early else s
@@ -159,6 +166,17 @@ def _for_the_next(s: Schedule, stack: StackedMatrices, place: Place) -> Schedule
     is_small = stack.n_bytes < stack.rows * stack.cols
     brings = _BROUGHT_BY_OUTPUT if place == "attention's output" and is_small else 0
     return replace(s, releases="after its wait" if place == "gate and up" else s.releases, brings=brings)
+
+
+def _of_experts_in_digits(experts: ChosenExperts, s: Schedule) -> Schedule:
+    """A rule's schedule for chosen experts of many weights in Q4_K: all loads are under way together, and blocks that
+    choose experts have four groups at most. Two layers of a model whose gate and up have 235 million weights and down
+    117 took 242.6 microseconds with float32, 215.1 with gate and up in digits (225.9 with eight groups), and 229.9 with
+    down; with 101 and 50 million 154.6, 147.4 (152.5) and 148.6."""
+    if experts.added:
+        return replace(s, early_end=True, together="all")
+    usual = usual_release(is_early=True)
+    return replace(s, groups=min(s.groups, 4), early=True, releases=usual, together="all")
 
 
 def _in_one_step(s: Schedule, stack: StackedMatrices) -> Schedule:
