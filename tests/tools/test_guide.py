@@ -8,7 +8,7 @@ import pytest
 
 from engine.protocol.events import Chat, Event, Finished, Generate, Message, Sampling, Token
 from presets import GUIDE, guide_path
-from tests.thorough import rarely, thorough
+from tests.thorough import THOROUGH, rarely, thorough
 from tools.guide import export, facts
 from tools.guide.evaluate import Chatter, long_chat
 from tools.guide.questions import HELD_OUT, holds, loops
@@ -106,7 +106,7 @@ def test_it_says_nothing_that_is_no_longer_so(shipped):
 @pytest.mark.parametrize(
     "turns",
     [
-        turns if i % 12 == 0 else rarely(turns) for i, turns in enumerate(ASKED)
+        turns if i % 24 == 0 else rarely(turns) for i, turns in enumerate(ASKED)
     ],  # it knows what it was shipped with
     ids=lambda turns: turns[-1],
 )
@@ -134,7 +134,7 @@ def test_it_is_sane_to_the_end_of_its_context(chatter, tokens):
 def test_it_ends_by_itself_and_stays_right_when_it_is_sampled(chatter):
     """With the sampling that a chat begins with."""
     prompt = Chat(messages=(Message(role="user", content="How do I stop a reply?"),))
-    for seed in range(8):
+    for seed in range(8 if THOROUGH else 3):
         request = Generate(request_id=1, prompt=prompt, sampling=Sampling(seed=seed), max_tokens=100)
         events: list[Event] = []
         end: Finished = chatter._model.generate(request, events.append, lambda: False)

@@ -19,6 +19,7 @@ from engine.targets.nvidia.kernels.residual_stream.prefill import add_normed_sum
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, permuted_size
 from tests.kernels.gpu.buffers import buffer, close, laid_out, packed, places, prompt_index, rng, run, zeros
+from tests.tier import THOROUGH
 
 
 def normed(x, weight, eps):
@@ -88,7 +89,7 @@ def check_post_norms() -> None:
 def check_layer_norms() -> None:
     """Of a token for products of which one has no bias, and of a prompt, to which two products are added before,
     for products of warpgroups."""
-    for n, tokens in ((64, 2), (320, 1)):
+    for n, tokens in ((64, 2), (320, 1)) if THOROUGH else ((320, 1),):
         stream, *vectors = rng.standard_normal((5, n)).astype(np.float32)
         stream, (weight, bias, other, second) = stream + 1, vectors
         centred = (stream - stream.mean(dtype=np.float64)).astype(np.float64)
