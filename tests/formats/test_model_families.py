@@ -102,11 +102,8 @@ OTHER_ENDS = {"<|tool_response>", "<fim_pad>", "<reponame>"}
 MORE = "mistral3", "qwen3moe", "smollm3"
 
 
-OF_FAMILIES = [rarely(name) if name in MORE else name for name in ENDS]
-
-
 @needs_shared
-@pytest.mark.parametrize("name", OF_FAMILIES)
+@pytest.mark.parametrize("name", [rarely(name) if name in MORE else name for name in ENDS])
 def test_the_tokens_that_end_a_reply(family, name):
     _, t = family(name)
     stand_in = {"<|eot_id|>", "<|end_of_text|>"}
@@ -115,7 +112,7 @@ def test_the_tokens_that_end_a_reply(family, name):
 
 
 @needs_shared
-@pytest.mark.parametrize("name", OF_FAMILIES)
+@pytest.mark.parametrize("name", ENDS)
 def test_prompts_of_the_oracles_have_the_ids_of_llama_cpp(family, name):
     _, t = family(name)
     oracle = np.load(SHARED / f"oracle/arch/tiny-{name}-F32.npz")
