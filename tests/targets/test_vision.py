@@ -129,6 +129,29 @@ def test_what_no_kernels_compute_is_tensor_graphs(kind, how, size, tmp_path):
     assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
 
 
+@thorough
+def test_tensor_graphs_are_compiled_before_there_is_a_picture(tmp_path):
+    """Where all pictures have one size. A blank picture is left when there is a picture."""
+    path = generated_encoder.write(tmp_path / "e.gguf", "gemma3nv")
+    encoder, wanted = open_encoder(path), ReferenceEncoder(path)
+    assert not encoder.preparations()  # on a CPU
+    encoder._is_gpu = True
+    for part in encoder.preparations():
+        part()
+    made = {size: set(steps) for size, steps in encoder._steps.items()}
+    rgbs = resized(encoder.spec, noise(60, 40))
+    work = encoder.encode(rgbs)
+    _, another, *_ = encoder.preparations()
+    while True:
+        try:
+            next(work)
+            another()
+        except StopIteration as end:
+            assert np.abs(end.value - wanted(*rgbs)).max() < 1e-5 * np.abs(end.value).max()
+            break
+    assert {size: set(steps) for size, steps in encoder._steps.items()} == made
+
+
 @pytest.mark.parametrize("other", [None, rarely(GraphEncoder)])
 def test_a_layer_may_have_a_projector_of_its_own(other, tmp_path, reference):
     """Its results follow those of the last one, which are the reference's. All targets compute the same."""

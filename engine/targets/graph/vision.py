@@ -35,6 +35,7 @@ from engine.description.vision import (
     VisionSpec,
     WindowQueries,
 )
+from engine.errors import PreemptedError
 from engine.loading.fixed_rows import fixed_rows
 from engine.loading.weights import FileWeights
 from engine.runtime.pictures import Pixels, Progress, part_by_part
@@ -68,8 +69,8 @@ class GraphEncoder:
             key: Tensor(np.array(limits, np.float32)).realize()
             for key, limits in limits_of((spec.sublayers, spec.reduction, spec.projector_steps))
         }
-        is_gpu = not Device.DEFAULT.startswith("CPU")
-        self._input = dtypes.float16 if is_gpu and not spec.is_float32 else dtypes.float32
+        self._is_gpu, self._is_used = not Device.DEFAULT.startswith("CPU"), False
+        self._input = dtypes.float16 if self._is_gpu and not spec.is_float32 else dtypes.float32
         self._all = Parameters(matrices, vectors, self._limits)
         self._steps: OrderedDict[int, dict[Hashable, Callable[..., Tensor]]] = OrderedDict()
         self._before: StemSteps | NetSteps | None = None
@@ -80,6 +81,7 @@ class GraphEncoder:
 
     def encode(self, rgbs: Sequence[Pixels]) -> Generator[Progress, None, Floats]:
         """See `PictureEncoder`."""
+        self._is_used = True
         page = int(self.spec.whole_first) if self.spec.page and len(rgbs) > 1 else None
         works = [self._page(rgb) if i == page else self._encode(rgb) for i, rgb in enumerate(rgbs)]
         return part_by_part(works)
@@ -163,8 +165,25 @@ class GraphEncoder:
         return row_by_row(spec, joined, grid)
 
     def preparations(self) -> Sequence[Callable[[], None]]:
-        """None: steps are compiled when a picture needs them."""
-        return ()
+        """On a GPU, if all pictures have one size, the parts of a blank one, until there is a picture: steps write into
+        the same memory for all. Else none: steps are compiled when a picture needs them."""
+        size, before = self.spec.size, self._before.count if self._before else 0
+        if size.how != "square" or not self._is_gpu:
+            return ()
+        blank = np.zeros((size.most, size.most, 3), np.uint8)
+        work = self._encode(blank)
+
+        def go_on() -> None:
+            nonlocal work
+            if self._is_used:
+                return
+            try:
+                next(work, None)
+            except PreemptedError:
+                work = self._encode(blank)
+                raise
+
+        return [go_on] * (before + len(self.spec.sublayers) + 2)
 
     def _captured(self, size: int, key: Hashable, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A step for so many patches; below 0 those before the encoder for so many rows."""
