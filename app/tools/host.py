@@ -25,8 +25,8 @@ import msgspec
 from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import (
-    CONNECTION_CLOSED,
     INTERNAL_ERROR,
+    INVALID_PARAMS,
     REQUEST_TIMEOUT,
     AudioContent,
     CallToolResult,
@@ -86,7 +86,7 @@ class Connection:
     def _heard(self, status: int, in_session: bool) -> None:
         """A server over HTTP has answered with a status."""
         self._status = status
-        self._is_unknown |= status == 404 and in_session
+        self._is_unknown = in_session and status in (400, 404)  # 404 by the protocol, 400 by many servers
 
     async def run(self) -> None:
         """Runs the server until this is cancelled, or until it ends. What happens is written."""
@@ -236,8 +236,12 @@ def _is_late(error: BaseException) -> bool:
 
 
 def _is_refused(error: BaseException) -> bool:
-    """Whether the server has answered that it does not do what was asked."""
-    return isinstance(error, MCPError) and error.code != CONNECTION_CLOSED and not _is_late(error)
+    """Whether the server may have answered that it does not know the session."""
+    if not isinstance(error, MCPError) or _is_late(error):
+        return False
+    return (
+        error.code != INVALID_PARAMS and str(error) != "Connection closed"
+    )  # whose code is one of servers, too
 
 
 class _TooLong(Exception):

@@ -116,10 +116,10 @@ async def test_a_server_over_http():
 
 
 class Forgetful:
-    """A server over HTTP that forgets its first session before the first call, and whose streams of events end at once
-    and are to be asked for again at once."""
+    """A server over HTTP that forgets its session before the first and the third call, and whose streams of events end
+    at once and are to be asked for again at once."""
 
-    sessions = streams = 0
+    sessions = streams = calls = 0
 
     async def answer(self, reader, writer):
         with contextlib.suppress(asyncio.IncompleteReadError):
@@ -140,15 +140,16 @@ class Forgetful:
                 if "/closed " in head:
                     writer.write(b"HTTP/1.1 401 .\r\nContent-Length: 0\r\n\r\n")
                     continue
-                status, body = self._answer(asked.get("method"), "session-id: 1" in head)
-                text = json.dumps({"jsonrpc": "2.0", "id": asked.get("id"), **body}) if body else ""
+                status, body = self._answer(asked.get("method"))
+                text = json.dumps({"jsonrpc": "2.0", "id": asked.get("id")} | body) if body else ""
                 kind = f"Content-Type: application/json\r\nMcp-Session-Id: {self.sessions}"
                 writer.write(
                     f"HTTP/1.1 {status} .\r\n{kind}\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode()
                 )
         writer.close()
 
-    def _answer(self, method, is_first):
+    def _answer(self, method):
+        self.calls += method == "tools/call"
         match method:
             case "initialize":
                 self.sessions += 1
@@ -156,8 +157,10 @@ class Forgetful:
                 return 200, {"result": about | {"capabilities": {"tools": {}}}}
             case "tools/list":
                 return 200, {"result": {"tools": [{"name": "echo", "inputSchema": {"type": "object"}}]}}
-            case "tools/call" if is_first:
+            case "tools/call" if self.calls == 1:
                 return 404, {"error": {"code": -32001, "message": "Session not found"}}
+            case "tools/call" if self.calls == 3:
+                return 400, {"error": {"code": -32000, "message": "No valid session ID"}, "id": None}
             case "tools/call":
                 return 200, {"result": {"content": [{"type": "text", "text": "hello"}]}}
         return 202, {}
@@ -209,6 +212,7 @@ async def test_faults_of_servers_harm_no_other(monkeypatch):
             ).text == "deaf did not answer within 0.2 s."
             assert (await call(box, "good.echo", text="hello")).text == "hello"
             assert (await call(box, "lost.echo")).text == "hello" and forgetful.sessions == 2
+            assert (await call(box, "lost.echo")).text == "hello" and forgetful.sessions == 3
             assert forgetful.streams < 10, "no more than one a second and session"
             await until(lambda: "new.later0" in box.tools)
         finally:
