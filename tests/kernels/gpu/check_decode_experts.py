@@ -21,7 +21,7 @@ from engine.targets.nvidia.kernels.products.epilogues import (
 from engine.targets.nvidia.kernels.products.matvec import matvec
 from engine.targets.nvidia.kernels.products.prefill_experts import choose_experts
 from engine.targets.nvidia.kernels.products.schedules import matvec_schedule
-from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule, StackedMatrices
+from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule, SharedExpert, StackedMatrices
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, input_scale, permuted_size
 from tests.kernels.gpu.buffers import buffer, close, laid_out, packed, places, prompt_state, rng, run, zeros
 from tests.kernels.gpu.check_products import gated
@@ -154,7 +154,7 @@ def check_down_of_chosen_experts() -> None:
 
 def check_digits_of_experts() -> None:
     """Small floats of chosen experts, whose vectors come in digits. The router makes those of gate and up beside its
-    logits, and gate and up those of down."""
+    logits, and gate and up those of down, to whose results that of a shared expert is added."""
     cols, rows, n, used, layout = 320, 128, 4, 2, WeightLayout(39)
     planes, weights = packed(39, n * rows, cols)
     weights, sizes = weights.reshape(n, rows, cols).astype(np.float64), digit_rows.form_of(1).sizes
@@ -188,7 +188,8 @@ def check_digits_of_experts() -> None:
     got = integers * outs[1].numpy().reshape(used, -1, 1)
     close(got.reshape(used, -1), gated(y[:, 0::2], y[:, 1::2], "silu"), 4e-6)
 
-    stack = replace(stack, experts=ChosenExperts(used, n, True))
+    shared = SharedExpert(WeightLayout(12), 256)
+    stack = replace(stack, experts=ChosenExperts(used, n, True), shared=shared)
     xs, factor, product, made = (
         vector((used, cols)),
         np.float32([0.3, 0.7]),
@@ -197,9 +198,12 @@ def check_digits_of_experts() -> None:
     )
     vectors = buffer(np.concatenate([laid_out(x, layout).numpy() for x in xs]))
     run(digit_rows.divide(layout, cols, used), *made, vectors)
-    ins = buffer(np.array([2, 0], np.int32)), buffer(factor), *made
-    run(matvec(stack, Schedule(3, 4, 2), STORE, "t"), product, *ins, *planes)
-    close(product.numpy(), factor @ np.einsum("erc,ec->er", weights[[2, 0]], xs), 4e-6)
+    shared_x, (of_shared, shared_weights) = vector(shared.cols), packed(12, rows, shared.cols)
+    ins = buffer(np.array([2, 0], np.int32)), buffer(factor), *made, laid_out(shared_x, shared.layout)
+    gates = buffer(np.array([9, 9, 9, 9, -0.5], np.float32))
+    run(matvec(stack, Schedule(3, 4, 2), STORE, "t"), product, *ins, gates, *planes, *of_shared)
+    wanted = factor @ np.einsum("erc,ec->er", weights[[2, 0]], xs)
+    close(product.numpy(), wanted + shared_weights.astype(np.float64) @ shared_x / (1 + np.exp(0.5)), 4e-6)
 
 
 def check_products_beside_experts() -> None:

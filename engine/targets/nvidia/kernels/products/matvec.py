@@ -254,7 +254,8 @@ class _Block:
         own_planes = planes[-len(shared.layout.shapes(1, shared.cols)) :]
         rows = self._rows_of(part)
         own = _row_sums(shared.layout, shared.cols, [x], own_planes, rows, self.t, threads, None, 1)
-        factor = f32(shared.layout.scale / part.layout.scale)  # `totals` multiplies by that of the experts
+        # `totals` multiplies by that of the experts, which sums of digits do not have.
+        factor = f32(shared.layout.scale / (1.0 if self.stack.digits else part.layout.scale))
         factor = factor if gate is None else sigmoid(gate) * factor
         return [a + b * factor for a, b in zip(sums, own, strict=True)]
 

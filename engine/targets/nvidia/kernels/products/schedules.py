@@ -95,11 +95,11 @@ def with_digits(stack: StackedMatrices, chip: Chip, place: Place = "") -> Stacke
     if digit_rows.has_integers(layout):  # where it was timed
         least, types = (_MANY_OF_EXPERTS, ("Q4_K",)) if stack.experts else (_MANY_INTEGERS, ("Q4_K", "Q6_K"))
         is_known = (place == "gate and up" or stack.experts is not None) and layout.name in types
-        gains = is_known and n_weights >= least and not _measured(shipped, stack)
+        gains = is_known and n_weights >= least and not (stack.shared or _measured(shipped, stack))
         is_like = chip.multiprocessors == shipped.multiprocessors
         return divided if is_like and (gains or _is_head(stack) or _measured(shipped, divided)) else stack
     if stack.experts:
-        return divided if n_weights >= _MANY_WEIGHTS else stack
+        return divided if n_weights >= _MANY_WEIGHTS and not stack.shared else stack
     if layout.is_e2m1:  # not timed
         return stack
     ours, theirs = ((found, _cheapest(found, chip)) for found in (divided, stack))

@@ -153,7 +153,7 @@ class StackedMatrices:
     def fits_digits(self) -> bool:
         """Whether its vector may come in digits."""
         ((layout, _), *others) = self.matrices
-        is_odd = others or self.shared or self.beside or (self.experts and self.experts.all_of_them)
+        is_odd = others or self.beside or (self.experts and self.experts.all_of_them)
         return not is_odd and digit_rows.serves(layout, self.cols)
 
     @property
