@@ -61,12 +61,8 @@ _EARLY_FLOATS = 0.12
 # Of a thread whose rows are looked up in a large codebook, and more for each row beside matrices of another type.
 _CODE_REGISTERS, _OTHERS_REGISTERS = {1: 80, 2: 124, 4: 160, 8: 200}, 16
 _DIGIT_REGISTERS = {1: 56, 2: 60, 4: 80, 8: 128}
-_TOGETHER_REGISTERS = {
-    1: 78,
-    2: 95,
-    4: 128,
-    8: 255,
-}  # if its loads are under way together, as of Q6_K (NVRTC 12.9)
+# Of one whose loads are all under way together, in Q6_K (NVRTC 12.9).
+_TOGETHER_REGISTERS = {1: 78, 2: 95, 4: 128, 8: 255}
 _EARLY_REGISTERS, _MOST_EARLY_REGISTERS = 77, 190  # beside the weights; all
 _MANY_ROWS_WIDE = 32  # threads of a row, beyond which the compiler loads 8 rows one after the other
 _HELD_THREADS = 32  # with fewer threads of a row, held kernels of floats spill no registers after a norm
