@@ -109,7 +109,7 @@ def usual_models() -> Mapping[str, Callable[[Path], None]]:
     types = [generated_model.Type(n).name for n in {read_as(n): n for n in READ_TYPES if n in known}.values()]
     models = {f"matrices of {name}": partial(_written, quant=name, **_LAYERS) for name in types}
     for name in generated_families.ARCHITECTURES:
-        dim = 64 if name == "qwen4exp" else 256  # whose tables of embeddings have one width
+        dim = 64 if name in ("qwen4exp", "rwkv6") else 256  # others are no models of these
         models[f"small {name}"] = partial(_written, architecture=name, quant="Q8_0", layers=4, dim=dim)
     models |= {f"encoder of {name}": partial(_encoder, name) for name in ENCODERS}
     return models | {name: partial(_sparse, name) for name in (FULL_SIZE if SHARED.exists() else ())}
@@ -238,7 +238,13 @@ def run(given: argparse.Namespace) -> None:
     new_pool = partial(ProcessPoolExecutor, given.processes, multiprocessing.get_context("spawn"))
     with tempfile.TemporaryDirectory() as folder, new_pool() as rendering, new_pool() as compiling:
         made = [rendering.submit(_kernels, Path(folder), how, name, models[name]) for name in chosen]
-        for name, found in zip(chosen, (future.result() for future in made), strict=True):
+        for name, rendered in zip(chosen, made, strict=True):
+            try:
+                found = rendered.result()
+            except Exception as error:  # the other models go on
+                print(f"{name} is not opened: {error!r}")
+                faults.append(f"{name}: {type(error).__name__}: {error}")
+                continue
             parts = texts([kernel for kernel in found if kernel.source not in seen])
             new = [kernel for part in parts for kernel in part]
             seen.update(kernel.source for kernel in new)
