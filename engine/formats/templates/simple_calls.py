@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import chain
 
 from msgspec.structs import replace
 
@@ -32,26 +34,30 @@ def with_short_ids(messages: Sequence[Message]) -> list[Message]:
 def one_by_one(messages: Sequence[Message]) -> list[Message]:
     """Each call is in a message of its own, before its result, as Llama 3's templates want it. What the model said
     stands before the first one."""
-    single: list[Message] = []
-    said, waiting = Message(role="assistant", content=""), list[ToolCall]()
+    single = list[Message]()
+    said, waiting = Message(role="assistant", content=""), defaultdict[str, deque[ToolCall]](deque)
 
     def add(call: ToolCall) -> None:
         nonlocal said
-        waiting.remove(call)
         single.append(replace(said, tool_calls=(call,)))
         said = replace(said, content="", thinking="")
 
+    def add_waiting() -> None:
+        """Those that have no result."""
+        for call in chain.from_iterable(waiting.values()):
+            add(call)
+        waiting.clear()
+
     for message in messages:
-        if message.role == "tool":
-            for call in [call for call in waiting if call.id == message.tool_call_id][:1]:
-                add(call)
-        else:
-            for call in list(waiting):  # that have no result
-                add(call)
+        if message.role != "tool":
+            add_waiting()
+        elif same := waiting.get(message.tool_call_id):
+            add(same.popleft())
         if message.tool_calls:
-            said, waiting = message, list(message.tool_calls)
+            said = message
+            for call in message.tool_calls:
+                waiting[call.id].append(call)
         else:
             single.append(message)
-    for call in list(waiting):
-        add(call)
+    add_waiting()
     return single

@@ -6,7 +6,7 @@ message that spells one is ordinary text (`ChatTemplate._disguise`).
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -263,15 +263,12 @@ class ChatTemplate:
             return renderer.render(variables | {"messages": asked} | more)
 
         is_left_out = messages[0].role == "system" and renderer is self._renderer and self._leaves_out_system
-        forms, refused = [_simplified(messages)], ""
-        if not is_left_out:
-            forms = [[*messages], _simplified(messages, keeps_system=True), *forms]
-        short = [with_short_ids(form) for form in forms]
-        forms += [*short, *map(one_by_one, short)]
+        tried, refused = list[list[Message]](), ""
         try:
-            for i, form in enumerate(forms):
-                if form in forms[:i]:
+            for form in _forms(messages, keeps_system=not is_left_out):
+                if form in tried:
                     continue
+                tried.append(form)
                 try:
                     return render(form)
                 except Refused as refusal:
@@ -406,6 +403,20 @@ def _unfinished_reply(reply: Message, prompt: str, marks: ThinkMarks) -> Iterabl
     elif reply.content:
         yield "".join(marks.begin[1:]), True
     yield reply.content, False
+
+
+def _forms(messages: Sequence[Message], keeps_system: bool) -> Iterator[list[Message]]:
+    """The conversation, and simpler ones for a template that refuses it, each made when it is asked for. Without
+    `keeps_system`, all of them have system texts in user turns."""
+    makers: list[Callable[[Sequence[Message]], list[Message]]] = [_simplified]
+    if keeps_system:
+        makers = [list, partial(_simplified, keeps_system=True), *makers]
+    forms = list[list[Message]]()
+    for make in makers:
+        forms.append(make(messages))
+        yield forms[-1]
+    for simpler in (with_short_ids, lambda form: one_by_one(with_short_ids(form))):
+        yield from map(simpler, forms)
 
 
 def _simplified(messages: Sequence[Message], keeps_system: bool = False) -> list[Message]:

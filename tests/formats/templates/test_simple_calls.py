@@ -1,5 +1,7 @@
 """Conversations with calls of tools, for templates that refuse the usual form."""
 
+from msgspec.structs import replace
+
 from engine.formats.templates.simple_calls import one_by_one, with_short_ids
 from engine.formats.templates.template import ChatTemplate
 from engine.formats.tokens.tokenizer import Tokenizer
@@ -39,6 +41,12 @@ def test_each_call_stands_before_its_result():
     ]
     assert [len(m.tool_calls) for m in one_by_one([ASKED, result("call-1")])] == [1, 0, 1]
     assert one_by_one([USER, result("x")]) == [USER, result("x")]
+
+
+def test_results_of_calls_with_the_same_id_are_in_their_order():
+    asked = replace(ASKED, tool_calls=tuple(ToolCall(id="", name=name, arguments="{}") for name in "abc"))
+    messages = one_by_one([asked, Message(role="tool", content="1"), USER])
+    assert [[c.name for c in m.tool_calls] for m in messages] == [["a"], [], ["b"], ["c"], []]
 
 
 def test_ids_are_the_same_for_a_call_and_its_result():
