@@ -58,7 +58,8 @@ def suggested_sampling(path: Path) -> dict[str, float | int]:
             if value is not None and name in _OPTIONS:
                 # a float32 has seven digits: 0.6, which is shown, and not 0.6000000238418579
                 found[_OPTIONS[name]] = float(f"{value:.7g}") if isinstance(value, float) else value
-    except (struct.error, ValueError):  # the end of what was read, or of a file that is cut
+    except (struct.error, ValueError, OverflowError):
+        # the end of what was read, of a file that is cut, or a length that none has
         pass
     return found
 
@@ -81,9 +82,7 @@ def _value(head: bytes, pos: int, kind: int) -> _Rest:
     if kind != _ARRAY:
         raise ValueError(kind)
     element, count = struct.unpack_from("<IQ", head, pos)
-    if (
-        element == _ARRAY
-    ):  # no file has arrays of arrays, and a hostile one could have them as deep as it is long
+    if element == _ARRAY:  # which no file has, and a hostile one could have as deep as it is long
         raise ValueError(element)
     pos += 12
     if element in _SCALARS:

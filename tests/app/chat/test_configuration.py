@@ -60,6 +60,8 @@ def test_what_nobody_chose_of_sampling_is_the_models(tmp_path):
         b"GGUF" + struct.pack("<IQQQcI", 3, 0, 1, 1, b"x", 9) + struct.pack("<IQ", 9, 1) * 20_000
     )
     assert configure(str(nested)).sampling == Sampling()
+    nested.write_bytes(b"GGUF" + struct.pack("<IQQQcIIQ", 3, 0, 2, 1, b"x", 9, 10, 1 << 62))
+    assert configure(str(nested)).sampling == Sampling()
     cut = tmp_path / "cut"
     for n in range(0, 200, 7):
         cut.write_bytes(thinking.read_bytes()[:n])
