@@ -130,12 +130,12 @@ def as_chat(
             raise wrong(f"{name} is not supported: {instead}.", name)
     if body.previous_response_id and body.conversation_id:
         raise wrong("A request goes on with a response or a conversation, not with both.", "conversation")
-    if body.input is None and body.earlier_id is None:
+    if body.input is None and not body.earlier_id:
         raise wrong("There is no input.", "input")
     given = body.input if isinstance(body.input, list) else [{"role": "user", "content": body.input}]
     if body.input is None:
         given = []
-    before = kept.get(body.earlier_id, owner).items if body.earlier_id else []
+    before = _earlier(body, kept, owner)
     if sum(kept.item_bytes(id, owner) for id in body.named_ids) > MAX_BODY_BYTES:
         raise ApiError(
             413, f"The items that input names have more than {MAX_BODY_BYTES >> 20} MiB.", param="input"
@@ -161,6 +161,17 @@ def as_chat(
     if text and (format := text.format):
         made.response_format = ResponseFormat(format.type, JsonSchema(format.schema, format.strict))
     return made, spaces, items, given
+
+
+def _earlier(body: ResponsesBody, kept: Conversations, owner: str) -> list[dict[str, Any]]:
+    """The items of what the request goes on with. Raises ApiError if there is nothing of this name."""
+    if not body.earlier_id:
+        return []
+    known = kept.get(body.earlier_id, owner)
+    if body.conversation_id and known.response.get("object") != "conversation":  # it would be changed
+        message = "This is no conversation: previous_response_id goes on with a response."
+        raise ApiError(404, message, param="conversation")
+    return known.items
 
 
 def _named_item(

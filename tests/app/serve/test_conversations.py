@@ -58,13 +58,15 @@ async def test_refusals(served):
     robot = {"items": [{"role": "robot", "content": "x"}]}
     for wrong in (robot, {}, {"items": [ME | {"content": {}}]}):
         assert (await client.post(f"{path}/items", json=wrong, headers=mine)).status_code == 400
-    for query in ("limit=0", "limit=101", "limit=x", "limit=\u0663"):
+    for query in ("limit=0", "limit=101", "limit=0101", "limit=0001" + "0" * 5000, "limit=x", "limit=\u0663"):
         assert (await client.get(f"{path}/items?{query}", headers=mine)).status_code == 400
     for place in ("items/x", "items?after=x"):
         assert (await client.get(f"{path}/{place}", headers=mine)).status_code == 404
     assert (await client.delete(f"{path}/items/x", headers=mine)).status_code == 404
     assert (await client.get(f"/v1/responses/{made['id']}", headers=mine)).status_code == 404
     response = (await client.post("/v1/responses", json={"input": "Hi"}, headers=mine)).json()
+    refused = await client.post("/v1/responses", json=asked | {"conversation": response["id"]}, headers=mine)
+    assert refused.status_code == 404 and error(refused)["param"] == "conversation"
     for method in ("GET", "POST", "DELETE"):
         no_conversation = f"{PATH}/{response['id']}"
         assert (await client.request(method, no_conversation, headers=mine)).status_code == 404

@@ -1,5 +1,6 @@
 """Items of responses and conversations, as OpenAI gives them back, in pages."""
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -47,7 +48,7 @@ def page(items: Sequence[Json], query: Mapping[str, str]) -> Json:
     """`limit` of the items after the one that `after` names; the last one first, unless `order` is asc. Raises
     ApiError."""
     limit = query.get("limit", f"{_PAGE}")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= MAX_PAGE):
+    if not (re.fullmatch("[0-9]{1,3}", limit) and 1 <= int(limit) <= MAX_PAGE):
         raise wrong(f"limit is from 1 to {MAX_PAGE}.", "limit")
     in_order = items if query.get("order") == "asc" else items[::-1]
     first = place(in_order, after) + 1 if (after := query.get("after")) else 0
