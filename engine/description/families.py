@@ -47,12 +47,13 @@ class Family:
     feed-forward layers have a curve (see `Dense`). `normed_embedding`: the stream begins with a norm of embeddings,
     without weights. `post_eps`: that of post norms, if it is another one. `halved_width`: feed-forward layers are half
     as wide as the files say. `unweighted`: norms of the stream have no weights. `one_norm`: a feed-forward layer is
-    beside attention, and shares its norm. `partial_layers`: a layer may have no attention, or no feed-forward layer.
-    `lone_sublayers`: a layer is attention, a feed-forward layer or a recurrent one alone. `recurrent_beside`: each
-    attention has a recurrent layer beside it. `normed_after`: norms come after the sums. It goes `both_ways` if its
-    files do not say otherwise: see `Attention`. `grid`: tokens of pictures have a row and a column, which turn pairs in
-    turn or blocks of them (`Rope.sections`). Of pictures, tokens see those after them in the same picture in no layer,
-    in all, or in those with a window (`sees_pictures`)."""
+    beside attention, and shares its norm. `adds_begin`: layers add the embeddings again (`Begin`).
+    `partial_layers`: a layer may have no attention, or no feed-forward layer. `lone_sublayers`: a layer is
+    attention, a feed-forward layer or a recurrent one alone. `recurrent_beside`: each attention has a recurrent
+    layer beside it. `normed_after`: norms come after the sums. It goes `both_ways` if its files do not say
+    otherwise: see `Attention`. `grid`: tokens of pictures have a row and a column, which turn pairs in turn or
+    blocks of them (`Rope.sections`). Of pictures, tokens see those after them in the same picture in no layer, in
+    all, or in those with a window (`sees_pictures`)."""
 
     interleaved: bool = False
     activation: Activation = "silu"

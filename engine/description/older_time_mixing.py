@@ -97,7 +97,7 @@ def read_older_mix(file: CheckedFile, i: int, dim: int) -> OlderTimeMix:
     if dim % size or size > MAX_HEAD:
         raise damaged(file.file.path, f"it has heads of {size} elements in {dim}")
     heads, rank, low = dim // size, file.size("time_mix_extra_dim"), file.size("time_decay_extra_dim")
-    has_fewer = file.file.metadata.get(file.key("attention.head_count_kv"), 0) != 0
+    has_fewer = file.file.get(file.key("attention.head_count_kv"), int, 0) != 0
     key_heads = file.size("attention.head_count_kv") if has_fewer else heads
     if heads % key_heads:
         raise damaged(file.file.path, f"{heads} heads share {key_heads} keys")

@@ -152,6 +152,8 @@ class PictureReader(CheckedFile):
                 raise damaged(self.file.path, f"{self.key(_CHOICES)} is missing")
             case _:
                 return None
+        if rule.side < align:
+            raise damaged(self.file.path, f"its tiles would have sides of {rule.side} pixels")
         if rule.least > rule.most > 0:
             raise damaged(self.file.path, f"its pictures would have {rule.least} tiles of {rule.most}")
         if rule.most_tiles > _MOST_TILES:

@@ -178,12 +178,16 @@ class TileRule:
             longer <= self.area and longer <= _OBLONG * shorter
         ):
             return None
-        window = self.side if longer > self.area and longer <= _LONG * shorter else min(shorter, self.side)
-        window = max(window if longer > self.area else shorter, -(-longer // self.most))
+        window = self.side if longer <= _LONG * shorter else min(shorter, self.side)
+        window = window if longer > self.area else shorter
+        most_a_side = self.most if shorter <= window else math.isqrt(self.most)
+        window = max(window, -(-longer // most_a_side))
         sides = []
         for of in (width, height):
             n = int(of * scale) / window
-            sides.append(round(window * (int(n) + (n % 1 > _ONE_MORE)) if n >= 1 else max(of * scale, 1)))
+            sides.append(
+                round(window * (int(n) + (n % 1 > _ONE_MORE)) if n >= 1 else max(int(of * scale), 1))
+            )
         columns, rows = (-(-side // window) for side in sides)
         canvas, full = ((columns * of, rows * of) for of in (window, self.side))
         return Cut(((sides[0], sides[1]), canvas, full), rows, columns, "corner")

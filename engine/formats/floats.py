@@ -27,7 +27,6 @@ def encoded_floats(floats: NDArray[np.float32], ggml_type: int) -> NDArray[np.ui
             return np.ascontiguousarray(floats).view(np.uint8).reshape(-1)
         case "F16":
             return floats.astype(np.float16).view(np.uint8).reshape(-1)
-    bits = np.ascontiguousarray(floats).view(
-        np.uint32
-    )  # to the nearest upper half, of two equally near ones the even one
+    # To the nearest upper half, of two equally near ones the even one.
+    bits = np.ascontiguousarray(floats).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(np.uint8).reshape(-1)

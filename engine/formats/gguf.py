@@ -443,7 +443,8 @@ class _FileReader:
                     f"is truncated: it has {self.size} bytes, but the {tensor} goes on to {end}.",
                     _NOT_WHOLE,
                 )
-            tensors.append(TensorInfo(name, tuple(reversed(sizes)), kind, n_bytes, self.mapped, start))
+            shape = tuple(reversed(sizes)) or (1,)  # a number, which llama.cpp reads so, too
+            tensors.append(TensorInfo(name, shape, kind, n_bytes, self.mapped, start))
             if kind == I2_S:  # its scale, under the name that scales have in other files
                 scale = f"{name.removesuffix('.weight')}.scale"
                 tensors.append(TensorInfo(scale, (1,), 0, 4, self.mapped, start + n_bytes))

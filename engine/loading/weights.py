@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.description.checked_file import MOST
 from engine.description.spec import ModelSpec
 from engine.description.sublayers import Vector, Weight
 from engine.errors import ModelFileError
@@ -149,9 +151,17 @@ class FileWeights:
     def _scaled(self, weight: Weight, rows: range, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """The bytes of a matrix's rows times its scale, which d and m of each block are multiplied by."""
         scales = self.vector(Vector(weight.scale, weight.experts))[np.array(rows) // weight.rows]
+
+        def scaled(numbers: NDArray[np.floating[Any]], is_half: bool) -> NDArray[np.float32]:
+            """Numbers (rows, ...) times the scales of their rows."""
+            product = np.asarray(numbers * scales.reshape(-1, *[1] * (numbers.ndim - 1)), np.float32)
+            if not (abs(product) <= (_LARGEST_HALF if is_half else MOST)).all():
+                raise damaged(self.file.path, f"{weight.scale} is {abs(scales).max():g}")
+            return product
+
         if weight.type in FLOATS:
-            floats = dequantized(data.reshape(len(rows), -1), weight.type) * scales[:, None]
-            return encoded_floats(floats, weight.type)
+            floats = dequantized(data.reshape(len(rows), -1), weight.type)
+            return encoded_floats(scaled(floats, TYPES[weight.type].name == "F16"), weight.type)
         if self.file.tensors[weight.tensor].type not in WIDER:
             data = data.copy()  # it lies in the file, which cannot be written to
         format = FORMATS[weight.type]
@@ -159,9 +169,7 @@ class FileWeights:
         for at in (format.d, format.m):
             if at is None:
                 continue
-            d = blocks[:, :, at : at + 2].copy().view(np.float16) * scales[:, None, None]
-            if not (abs(d) <= _LARGEST_HALF).all():
-                raise damaged(self.file.path, f"{weight.scale} is {abs(scales).max():g}")
+            d = scaled(blocks[:, :, at : at + 2].copy().view(np.float16), is_half=True)
             blocks[:, :, at : at + 2] = d.astype(np.float16).view(np.uint8)
         return data
 

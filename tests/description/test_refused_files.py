@@ -71,6 +71,11 @@ def test_metadata_that_cannot_be_are_refused(path_of, metadata, message):
         ("phi3", {"blk.0.ffn_up.weight": (96, DIM)}, "has blk.0.ffn_up.weight with the shape"),
         ("phi3", {"rope_factors_long.weight": (4,)}, "rope_factors_long.weight does not fit its heads"),
         ("olmo2", {"blk.0.attn_k_norm.weight": (DIM,)}, "has blk.0.attn_k_norm.weight with the shape"),
+        (
+            "hunyuan-dense",
+            {"blk.0.attn_q_norm.weight": (4, 16)},
+            "has blk.0.attn_q_norm.weight with the shape",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(path_of, architecture, tensors, message):

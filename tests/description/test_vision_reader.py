@@ -218,6 +218,7 @@ CHOICES = TileRule(336, "choices", most=4, choices=((336, 672), (672, 336), (672
         (WINDOWS, (1000, 1300), (1008, 1512, 3, 2)),
         (WINDOWS, (3024, 20), None),
         (WINDOWS, (60_000, 900), (18_144, 504, 1, 36)),
+        (TileRule(504, "windows", 1 << 30, most=36, area=728), (30_000, 20_000), (3024, 2016, 4, 6)),
         (CHOICES, (300, 200), (336, 672, 2, 1)),
         (CHOICES, (1000, 900), (672, 672, 2, 2)),
     ],
@@ -225,6 +226,7 @@ CHOICES = TileRule(336, "choices", most=4, choices=((336, 672), (672, 336), (672
 def test_tiles(rule, size, wanted):
     cut = rule(*size)
     assert (cut and (*cut.sizes[-1], cut.rows, cut.columns)) == wanted
+    assert cut is None or cut.rows * cut.columns < rule.most_tiles
 
 
 @pytest.mark.parametrize(

@@ -334,6 +334,11 @@ def test_the_scale_of_a_tensor_of_bitnets_program_is_one_of_its_own(write):
     assert tensors["t.scale"].data.view(np.float32) == 0.5
 
 
+def test_a_tensor_without_sizes_is_a_number(write):
+    content = padded(LAYER + tensor("t.scale", [], 0, 0), struct.pack("<f", 0.5) + bytes(28))
+    assert GGUF(write(content)).tensors["t.scale"].shape == (1,)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_with_a_sentence_and_a_hint(write, case):
     content, match = REFUSED[case]

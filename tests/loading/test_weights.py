@@ -6,6 +6,7 @@ import pytest
 
 from engine.description.architectures import read_spec
 from engine.description.sublayers import Weight
+from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
 from engine.formats.rope_order import HeadOrder
 from engine.loading import weights
@@ -120,3 +121,17 @@ def test_a_transpose_is_read_in_any_pieces(tmp_path):
     out = bytearray(len(inside) * weight.row_bytes - 100)
     all_weights.read_into(weight, inside, start, memoryview(out))
     assert out == wanted[inside.start * weight.row_bytes + start :][: len(out)]
+
+
+@pytest.mark.parametrize("quant", ["F16", "Q4_1"])
+def test_a_scale_that_makes_numbers_too_large_is_refused(tmp_path, quant):
+    path = generated_model.write(tmp_path / "model.gguf", architecture="talkie", quant=quant)
+    reader = gguf.GGUFReader(path, "r+")
+    [scale] = [tensor for tensor in reader.tensors if tensor.name == "blk.0.attn_output.scale"]
+    scale.data[0] = 1e9
+    reader.data.flush()
+    file = GGUF(path)
+    spec = read_spec(file)
+    weight = spec.attention[0].o
+    with pytest.raises(ModelFileError, match=r"attn_output\.scale is 1e\+09"):
+        Weights(file, spec, lambda _: None).read(weight, range(weight.rows))

@@ -110,7 +110,7 @@ class Vocabulary:
 
         if (
             self.sentencepiece and not (self.types == BYTE).any()
-        ):  # files of Ollama's do not say which these are
+        ):  # files of Ollama do not say which these are
             named = [id for id in self.tokens.beginning_with(b"<") if _BYTE.fullmatch(self.tokens.raw(id))]
             self.types[named] = BYTE
         ends = self._ends(gguf)
