@@ -65,6 +65,10 @@ def default_path() -> Path:
     return platformdirs.user_data_path("orin-chat") / "history.sqlite3"
 
 
+_FIRST_IN_MEMORY = 1_000_000_000
+"""No chat of a file has such an id: who asks for one of a list from before `open_again` gets none, and deletes none."""
+
+
 class History(HistoryDatabase):
     _end: tuple[Any, ...] = ()
     """What tells a chat as long as nobody else writes, and its last message: to find it, all have to be read."""
@@ -81,7 +85,13 @@ class History(HistoryDatabase):
         except HistoryError as error:
             history = cls(":memory:")
             history.problem, history._wanted = error, str(path or default_path())
+            history._number_from(_FIRST_IN_MEMORY)
             return history
+
+    def _number_from(self, id: int) -> None:
+        """Chats and messages have ids above `id` from now on."""
+        self._run("INSERT INTO chats (id, model, created, updated) VALUES (?, '', 0, 0)", id)
+        self._run("INSERT INTO sqlite_sequence (name, seq) VALUES ('messages', ?)", id)
 
     # --- one chat ---------------------------------------------------------------------------------------
 

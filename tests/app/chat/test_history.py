@@ -312,10 +312,18 @@ def test_a_damaged_file_is_one_sentence_and_the_chat_goes_on_in_memory(tmp_path)
     assert history.problem is not None
     assert history.problem.hint.endswith("until then chats are not saved.")
     chat_id = history.new_chat("m")
-    history.append(chat_id, user("still works"))
+    in_memory = history.append(chat_id, user("still works"))
     assert history.chats(query="works")[0].id == chat_id
     assert not history.open_again() and history.chats(query="works")[0].id == chat_id
     assert path.read_bytes().startswith(b"not a database"), "what was there is left alone"
+    path.unlink()
+    file = History(path)
+    message_id = file.append(of_file := file.new_chat("m"), user("in the file"))
+    assert history.open_again()
+    history.delete(chat_id)  # in a list from before
+    assert [message.id for message in history.messages(of_file)] == [message_id] != [in_memory]
+    history.close()
+    file.close()
 
 
 def test_damage_found_later_is_one_sentence(history):

@@ -130,7 +130,7 @@ async def test_chats_from_a_time_when_the_file_could_not_be_opened_are_saved_too
         await session.send(text)
         await until(lambda: not session.is_busy and problems and problems[-1])
         await session.open(None)
-    await session.open(1)  # the first of those in memory
+    await session.open(session.history.chat_ids()[-1])  # the first of those in memory
     await until(lambda: len(problems) > 10)
     assert all(problems) and said(session) == ["a", "A"]
     in_the_way.unlink()
