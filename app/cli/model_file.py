@@ -60,6 +60,8 @@ def why_this(named: str | None, settings: Settings) -> str:
     """Why a model is used that was not `named`, and how another one is; "" if it was."""
     if named is not None:
         return ""
+    if _name(named, settings) == GUIDE:
+        return "It is built in. --model NAME takes another one."
     why = "settings.toml names it" if settings.model else "It was used last"
     return f"{why}. --model NAME takes another one, --model {GUIDE} the one that is built in."
 

@@ -219,10 +219,9 @@ class Connection:
             place = ".".join(map(str, (error.title, *flaw["loc"])))
             return f"sent an answer that MCP does not have: {place[:100]}: {flaw['msg'][:200]}"
         if isinstance(error, MCPError) and error.code == INTERNAL_ERROR and self._status >= 400:
+            # The library does not say which.
             key = ": does it need a key, in headers?" if self._status in (401, 403) else ""
-            return (
-                f"failed: it answered with the status {self._status}{key}"  # the library does not say which
-            )
+            return f"failed: it answered with the status {self._status}{key}"
         text = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         return f"failed: {text[:300]}"
 
@@ -239,9 +238,8 @@ def _is_refused(error: BaseException) -> bool:
     """Whether the server may have answered that it does not know the session."""
     if not isinstance(error, MCPError) or _is_late(error):
         return False
-    return (
-        error.code != INVALID_PARAMS and str(error) != "Connection closed"
-    )  # whose code is one of servers, too
+    # Servers have the code for a closed connection, too, so its text tells.
+    return error.code != INVALID_PARAMS and str(error) != "Connection closed"
 
 
 class _TooLong(Exception):
