@@ -1,5 +1,5 @@
-"""Starts engines without a real model, and the processes of templates and pictures, quickly: a process that has
-imported all they need forks one for each.
+"""Starts synthetic engines, and the processes of templates and pictures, quickly: a process that has imported all they
+need forks one for each.
 
 A start takes milliseconds, instead of the tenth of a second in which Python imports the module. What differs from a
 process of its own: its parent is the fork server, and nothing was executed anew. `tests/protocol/test_process.py`
@@ -29,11 +29,11 @@ import pytest
 from engine.formats import limited_process, picture_process
 from engine.formats.templates import template_process
 from engine.protocol import launch, process
-from tests import parallel_worker, synthetic
+from tests import synthetic
 from tests.paths import ROOT
 
-ENGINES = {module.__name__: module.main for module in (synthetic, parallel_worker)}
-MAINS = ENGINES | {module.__name__: module.main for module in (template_process, picture_process)}
+MODULE = synthetic.__name__
+MAINS = {module.__name__: module.main for module in (synthetic, template_process, picture_process)}
 _PYTHON = sys.executable
 _MOST_BYTES = 1 << 16
 
@@ -105,8 +105,8 @@ class ForkServer:
         worker_end: socket.socket,
         log: IO[bytes],
     ) -> subprocess.Popen[bytes] | ForkedChild:
-        """In the place of `process.start_child`: `ENGINES` are forked, others are started."""
-        if tuple(command[1:2]) != ("-m",) or command[2] not in ENGINES:
+        """In the place of `process.start_child`: synthetic engines are forked, others are started."""
+        if tuple(command[1:3]) != ("-m", MODULE):
             return start_child(command, environment, worker_end, log)
         request = command[2], command[3:], environment
         return ForkedChild(self._ask(request, worker_end.fileno(), log.fileno()))
@@ -238,7 +238,7 @@ def _run(
     os.setsid()
     os.chdir(folder)
     nothing = os.open(os.devnull, os.O_RDWR)
-    is_engine = module in ENGINES
+    is_engine = module == MODULE
     for file, number in (
         (nothing if is_engine else takes, 0),
         (tells, 1),

@@ -51,10 +51,6 @@ class ParallelModel:
         return Measured(request_id=request.request_id, copy_gbps=1.0, kernels_per_token=1, device_bytes=0)
 
 
-def main() -> None:
+if __name__ == "__main__":
     model: Any = ParallelModel
     worker.serve(socket.socket(fileno=int(sys.argv[-1])), model)
-
-
-if __name__ == "__main__":
-    main()

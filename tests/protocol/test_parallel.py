@@ -23,7 +23,7 @@ from tests.runtime.fake_batch_runner import greedy_reply
 
 
 @pytest.fixture
-async def engine(engines, tmp_path, forked_engines):
+async def engine(engines, tmp_path):
     path = generated_model.write(tmp_path / "m.gguf", layers=1)
     return engines.add(
         LocalEngine(
