@@ -120,35 +120,10 @@ class FeedForwardReader(HeadReader):
         of_down = self.file.tensors.get(f"{prefix}ffn_down_exps.weight")
         unsaid = of_down.shape[-1] if of_down else None
         width = self.size_of_layer("expert_feed_forward_length", i, unsaid)
-        narrow, inner = None, dim
-        if self.family.lone_sublayers and (
-            of_latent := self.file.tensors.get(f"{prefix}ffn_latent_down.weight")
-        ):
-            inner = self.size("moe_latent_size", of_latent.shape[0])
-            narrow = (
-                self.weight(f"{prefix}ffn_latent_down", inner, dim),
-                self.weight(f"{prefix}ffn_latent_up", dim, inner),
-            )
-
-        def of_experts(x: str, rows: int, cols: int) -> tuple[Weight, Vector | None]:
-            tensor = f"{prefix}ffn_{x}_exps"
-            bias = self.vector(f"{tensor}.bias", rows, experts=count)
-            return self.weight(tensor, rows, cols, experts=count), bias
-
-        def half(first: int) -> tuple[Weight, None]:
-            tensor, whole = f"{prefix}ffn_gate_up_exps", 2 * width
-            return self.weight(
-                tensor, width, inner, first, whole, experts=count, every=whole, run=width
-            ), None
-
-        gate: Weight | None
-        if self.family.ungated:
-            (gate, gate_bias), (up, up_bias) = (None, None), of_experts("up", width, inner)
-        elif self.has(f"{prefix}ffn_gate_up_exps.weight"):
-            (gate, gate_bias), (up, up_bias) = half(0), half(width)
-        else:
-            (gate, gate_bias), (up, up_bias) = (of_experts(x, width, inner) for x in ("gate", "up"))
-        down, down_bias = of_experts("down", inner, width)
+        narrow = self.narrow(prefix)
+        inner = narrow[0].rows if narrow else dim
+        (gate, gate_bias), (up, up_bias) = self.firsts_of_experts(prefix, count, width, inner)
+        down, down_bias = self.of_experts(prefix, "down", count, inner, width)
         shared = self.file.tensors.get(f"{prefix}ffn_down_shexp.weight")
         has_gate = self.has(f"{prefix}ffn_gate_inp_shexp.weight")
         shared_layer = self.dense(prefix, shared.shape[-1], "_shexp") if shared else None
@@ -173,6 +148,39 @@ class FeedForwardReader(HeadReader):
             factor=factor, groups=groups, used_groups=used_groups,
             weighed_inputs=weighed_inputs, routes_before=self.family.routes_before, narrow=narrow,
         )  # fmt: skip
+
+    def narrow(self, prefix: str) -> tuple[Weight, Weight] | None:
+        """What is before and after experts that are narrower than the stream (Nemotron 3 Super)."""
+        of_latent = self.file.tensors.get(f"{prefix}ffn_latent_down.weight")
+        if not (self.family.lone_sublayers and of_latent):
+            return None
+        inner = self.size("moe_latent_size", of_latent.shape[0])
+        down = self.weight(f"{prefix}ffn_latent_down", inner, self.dim)
+        return down, self.weight(f"{prefix}ffn_latent_up", self.dim, inner)
+
+    def firsts_of_experts(
+        self, prefix: str, count: int, width: int, inner: int
+    ) -> tuple[tuple[Weight | None, Vector | None], tuple[Weight, Vector | None]]:
+        """Gate, if there is one, and up of all experts, with their biases."""
+        if self.family.ungated:
+            return (None, None), self.of_experts(prefix, "up", count, width, inner)
+        whole, fused = 2 * width, f"{prefix}ffn_gate_up_exps"
+        if self.has(f"{fused}.weight"):
+            gate, up = (
+                self.weight(fused, width, inner, first, whole, experts=count, every=whole, run=width)
+                for first in (0, width)
+            )
+            return (gate, None), (up, None)
+        of_gate, of_up = (self.of_experts(prefix, x, count, width, inner) for x in ("gate", "up"))
+        return of_gate, of_up
+
+    def of_experts(
+        self, prefix: str, x: str, count: int, rows: int, cols: int
+    ) -> tuple[Weight, Vector | None]:
+        """A matrix of all experts, and its bias."""
+        tensor = f"{prefix}ffn_{x}_exps"
+        bias = self.vector(f"{tensor}.bias", rows, experts=count)
+        return self.weight(tensor, rows, cols, experts=count), bias
 
     def choice_bias(self, prefix: str) -> str:
         """The tensor that is added to the experts' probabilities for the choice; its name has no suffix in hy_v3."""

@@ -116,11 +116,8 @@ class GraphEncoder:
         of_windows = any(isinstance(step, WindowQueries) for step in spec.projector_steps)
         size = _size_of(n, (spec.merge * spec.window if of_windows else spec.merge) ** 2)
         others = [_filled(a, size) for a in (cos, sin) if a is not None]
-        hidden = np.where(np.arange(size) < n, 0, -np.inf).astype(np.float32)
-        if mask is not None:
-            hidden = np.tile(hidden, (size, 1))
-            hidden[:n, :n] = mask
-        others.append(Tensor(hidden).realize())
+        hidden = _hidden(n, size, mask)
+        others.append(hidden)
         if of.windows is not None:
             others.append(Tensor(np.pad(of.windows[:, 0], (0, size - n), "edge")).realize())
         if self._before:
@@ -134,7 +131,7 @@ class GraphEncoder:
         is_embedded = not isinstance(spec.stem, ConvolutionNet) and not spec.own_queries
         x = self._captured(size, "embed", self._embed)(*first) if is_embedded else first[0]
         tokens, parts = spec.queries or grid.rows * grid.columns, dict[Projector, Floats]()
-        of_keys = [Tensor(hidden).realize(), _filled(waves(grid, spec.out), size)] if spec.queries else []
+        of_keys = [hidden, _filled(waves(grid, spec.out), size)] if spec.queries else []
         earlier = dict[int, Tensor]()
         for done, sublayer in enumerate((None, *spec.sublayers)):
             if sublayer:
@@ -145,8 +142,7 @@ class GraphEncoder:
             if spec.reduction and done == spec.reduction.sublayers:
                 x = self._captured(size, "reduce", self._reduce)(x)
                 n, size = n // spec.square**2, size // spec.square**2
-                hidden = np.where(np.arange(size) < n, 0, -np.inf).astype(np.float32)
-                others = [Tensor(hidden).realize(), Tensor(np.arange(size)).realize()]
+                others = [_hidden(n, size), Tensor(np.arange(size)).realize()]
             if any(done in projector.earlier for projector in spec.projectors):
                 earlier[done] = x.clone().realize()  # the next step of this shape writes there
             for projector in spec.projectors_after(done):
@@ -261,3 +257,13 @@ def _size_of(n: int, multiple: int) -> int:
 
 def _filled(a: Floats, size: int) -> Tensor:
     return Tensor(np.pad(a, ((0, size - len(a)), (0, 0)))).realize()
+
+
+def _hidden(n: int, size: int, mask: Floats | None = None) -> Tensor:
+    """What is added to scores of `size` keys, of which there are n: 0 or -inf, (size,). With a `mask` of all (n, n)
+    scores, (size, size)."""
+    hidden = np.where(np.arange(size) < n, 0, -np.inf).astype(np.float32)
+    if mask is not None:
+        hidden = np.tile(hidden, (size, 1))
+        hidden[:n, :n] = mask
+    return Tensor(hidden).realize()

@@ -125,14 +125,29 @@ class ExpertsHandler(Handler):
         gate = part.activation, others[0] if others else None
         inputs = step.quantize(first, [self._down], gate=gate, tiles=tiles)
         multiply_tiles(step, results, self._down, inputs, tiles, of_down, shared=False)
-        gated = bool(self._shared_gates)
+        of_results = buffers.ones(step.tokens * part.used) if weighed else probabilities
+        self._sum(step, out, tiles, of_results, results, shared)
+
+    def _sum(
+        self,
+        step: StepBuilder,
+        out: Tensor,
+        tiles: Tiles,
+        weights: Tensor,
+        results: Tensor,
+        shared: list[Tensor],
+    ) -> None:
+        """Adds the kernels that sum the results of a token's experts, times `weights`, and what all tokens share."""
+        buffers = step.buffers
         total = step.rows("narrow sum", self._down.rows) if self._narrow else out
         beside = [] if self._narrow else shared
-        kernel = add_experts(part.used, total is step.x, buffers.lanes, tile, bool(beside), gated)
         lists = [*step.state, tiles.lists[1]] if tiles.lists else []
-        shape = buffers.sizes(self._down.rows // UNIT)
-        of_results = buffers.ones(step.tokens * part.used) if weighed else probabilities
-        step.add(kernel, total, shape, *lists, of_results, results, *beside)
+        step.add(
+            add_experts(
+                self._part.used, total is step.x, buffers.lanes, step.tile, bool(beside), bool(self._shared_gates)
+            ),
+            total, buffers.sizes(self._down.rows // UNIT), *lists, weights, results, *beside,
+        )  # fmt: skip
         if self._narrow:
             wide = step.rows("wide", buffers.spec.dim)
             step.multiply(wide, self._narrow[1], step.quantize(total, self._narrow[1:], name="narrow "))
