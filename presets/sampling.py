@@ -14,6 +14,8 @@ RANGES: dict[str, tuple[float, float]] = {  # both ends are allowed, but no infi
     "min_p": (0, 1),
     "repeat_penalty": (0.01, 100),
     "repeat_last_n": (0, _INT_MAX),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
     "seed": (0, 2**32 - 1),
 }
 
@@ -35,7 +37,7 @@ def out_of_range(sampling: msgspec.Struct) -> str:
     """Names the first option whose value sampling cannot work with, and its range; "" if there is none. `sampling` is
     a `Sampling` or a `PresetSampling`."""
     for name, (low, high) in RANGES.items():
-        value = getattr(sampling, name)
+        value = getattr(sampling, name, None)  # presets have no such penalties
         if value is not None and (not low <= value <= high or value == math.inf):  # a NaN is in no range
             allowed = f"{low:g} or more" if high == math.inf else f"from {low:g} to {high:.10g}"
             return f"{name.replace('_', '-')} must be {allowed}, not {value}"

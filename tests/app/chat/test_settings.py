@@ -166,6 +166,8 @@ def test_bytes_that_are_not_text(home):
         {"repeat_penalty": 0.0},
         {"seed": -1},
         {"seed": 2**32},
+        {"presence_penalty": float("nan")},
+        {"frequency_penalty": 2.5},
     ],
 )
 def test_sampling_out_of_range_is_refused_by_name(wrong):

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from app.serve.errors import wrong
 from app.serve.protocols.common.formats import Formatted
 from engine.protocol.events import Chat, Generate, Grammar, RawText, Sampling, TokenIds
-from presets.sampling import out_of_range
+from presets.sampling import RANGES, out_of_range
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
@@ -140,9 +140,7 @@ def _bias(body: Body) -> tuple[tuple[int, float], ...]:
 
 
 def _sampling(body: Body, defaults: Sampling) -> Sampling:
-    additive = ("presence_penalty", "frequency_penalty")
-    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed", *additive)
-    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    given = {name: value for name in RANGES if (value := getattr(body, name)) is not None}
     if body.repetition_penalty is not None:
         given.setdefault("repeat_penalty", body.repetition_penalty)
     if "seed" in given:
@@ -150,9 +148,6 @@ def _sampling(body: Body, defaults: Sampling) -> Sampling:
     for name in ("top_k", "repeat_last_n"):
         given[name] = max(given.get(name, getattr(defaults, name)), 0)  # -1: off
     sampling = replace(defaults, **given)
-    for name in additive:
-        if not -2 <= getattr(sampling, name) <= 2:
-            raise wrong(f"{name} must be from -2 to 2, not {getattr(sampling, name)}.", name)
     if problem := out_of_range(sampling):
         raise wrong(f"{problem}.", problem.partition(" ")[0].replace("-", "_"))
     return sampling
