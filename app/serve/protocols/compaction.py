@@ -8,6 +8,7 @@ an item of the kind `compaction`, which the client sends back in place of all th
 
 import base64
 import secrets
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,7 +145,7 @@ class Compaction(ResponseReply):
         return ()
 
     def ended(self, i: int, end: AnswerEnd) -> Iterable[Json]:
-        self._end = end
+        self._end, self._ended = end, int(time.time())
         summary = "".join(self._texts).strip() or "".join(self._thoughts).strip()
         if not summary:
             raise ApiError(500, "The model wrote no summary of the conversation.", "server_error")

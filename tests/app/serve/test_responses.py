@@ -388,6 +388,7 @@ async def test_a_conversation_is_summed_up_where_its_client_asks_for_it(served):
     assert kinds == ["created", "in_progress", "output_item.added", "output_item.done", "completed"]
     [item] = events[-1]["response"]["output"]
     assert item["type"] == "compaction" and item == events[3]["item"]
+    assert events[-1]["response"]["completed_at"]
     request = engine.requests[0]
     *before, last = request.prompt.messages
     assert [message.role for message in before] == ["system", "user", "assistant", "tool"]
