@@ -49,8 +49,9 @@ from engine.description.time_mixing import (
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged, printable
 
-_ENCODERS = {"v.": "vision", "a.": "audio", "s.": "vision"}
-"""How the names of tensors of encoders begin: tools/mtmd/clip-impl.h of llama.cpp; "s.": in files of Ollama, SAM."""
+_ENCODERS = {"v.": "vision", "a.": "audio", "s.": "vision", "model.vision_tower.": "vision"}
+"""How the names of tensors of encoders begin: tools/mtmd/clip-impl.h of llama.cpp; the last two in files of Ollama,
+SAM and Gemma 4's."""
 
 _PROJECTOR = "mm."
 """And those of the layer between them and the model."""

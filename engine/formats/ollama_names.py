@@ -45,10 +45,9 @@ class _Names:
     """What files of an architecture say in other words. `architecture`: what llama.cpp calls it; "" for the same.
     `tensors`: patterns of names, and what takes the place of what they match. `keys`: those of the architecture, each
     with the usual one, which counts if the file has both. `unsaid`: values of keys that a file may not have; those that
-    are `left_out` are wrong.
-    `pretokenizer` counts whatever the file says, and `tokenizer` if it says "llama" of a vocabulary that has merges.
-    `experts`: a matrix that has a row for each element of an expert, where the file does not say how many. `cut`: a
-    table of embeddings, and one that has as many rows as count."""
+    are `left_out` are wrong. `pretokenizer` counts whatever the file says, and `tokenizer` if it says "llama" of a
+    vocabulary that has merges. `experts`: a matrix that has a row for each element of an expert, where the file does
+    not say how many. `cut`: a table of embeddings, and one that has as many rows as count."""
 
     architecture: str = ""
     tensors: Mapping[str, str] = field(default_factory=dict)
@@ -88,7 +87,12 @@ _NAMES: Mapping[str, _Names] = {
     "gemma4": _Names(
         tensors={r"\.ffn_gate_inp\.per_expert_scale$": ".ffn_down_exps.scale"}, tokenizer="gemma4"
     ),
-    "glm4moelite": _Names("deepseek2", pretokenizer="glm4"),
+    "glm4moelite": _Names(
+        "deepseek2",
+        # The sizes of heads stand where others have those of what is cached, and the other way round.
+        left_out=("attention.key_length_mla", "attention.value_length_mla"),
+        pretokenizer="glm4",
+    ),
     "glmocr": _Names(
         "glm4",
         tensors={

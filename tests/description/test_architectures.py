@@ -383,6 +383,18 @@ def test_other_names_of_ollama(path_of, usual, theirs, tensors, unsaid):
         assert read_spec(file) == expected
 
 
+def test_sizes_of_heads_in_a_file_of_ollama(path_of):
+    with GGUF(path_of("deepseek2")) as file:
+        expected = read_spec(file)
+        keys = {key.replace("deepseek2.", "glm4moelite."): value for key, value in file.metadata.items()}
+        for x in "key", "value":
+            whole, head = f"glm4moelite.attention.{x}_length", f"glm4moelite.attention.{x}_length_mla"
+            keys[whole], keys[head] = keys[head], keys[whole]
+        keys["general.architecture"] = "glm4moelite"
+        file.metadata, file.tensors = usual_names(keys, file.tensors)
+        assert read_spec(file) == expected
+
+
 def test_a_vocabulary_of_ollama_is_cut_to_what_has_embeddings_of_layers(path_of):
     spec = read(path_of("gemma3n"))
     assert read(path_of("gemma3n"), {"token_embd.weight": (spec.vocab + 9, DIM)}) == spec
