@@ -22,7 +22,7 @@ _PARTS = "wkvrg"
 @dataclass(frozen=True)
 class OlderTimeMix(Recurrent):
     """Of a token's x and that of the token before, p (zeros before the first one), it reads x + l * (p - x), with an l
-    each for w, k, v, r and g: `lerp` of that, plus its `mixing` of its part of tanh(`shared` (x + `lerp_x` * (p - x))),
+    each for w, k, v, r and g: one of `lerps`, plus its `mixing` of its part of tanh(`shared` (x + `lerp_x` * (p - x))),
     whose parts are as many elements each. So x_r and so on:
 
     r = `receptance` x_r;  k = `key` x_k;  v = `value` x_v, with their biases, a k and v for as many heads each

@@ -132,10 +132,8 @@ class PictureReader(CheckedFile):
             case "resampler" | "minicpmv4_6":
                 rule = TileRule(side, "mean", most=_MOST_SLICES, align=align)
             case "step3vl":  # published: 504 of 728 pixels
-                longest, part = (
-                    self.size("preproc_image_size", _STEP3_LONGEST),
-                    side * 9 // 13 // align * align,
-                )
+                longest = self.size("preproc_image_size", _STEP3_LONGEST)
+                part = side * 9 // 13 // align * align
                 rule = TileRule(part, "windows", longest, most=_STEP3_TILES, area=side)
             case "llama4":
                 rule = TileRule(side, "canvas", most=_LLAMA4_TILES)

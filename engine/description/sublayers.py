@@ -85,7 +85,8 @@ class Weight:
 @dataclass(frozen=True)
 class Vector:
     """Floats of a tensor of the file: `size` from `first` on, reordered if they are those of heads, times `factor`.
-    Without a tensor ("") they are ones, times that. Each number of the tensor stands for so many in turn as `each`."""
+    Without a tensor ("") they are ones, times that. Each number of the tensor is there `each` times in turn, and `size`
+    counts them all."""
 
     tensor: str
     size: int

@@ -1,4 +1,4 @@
-"""Vocabularies that Ollama's converter wrote. Other names of its files: tests/description/test_architectures.py."""
+"""Vocabularies that Ollama's converter wrote. Other names of its files: tests/description/test_ollama_files.py."""
 
 from array import array
 from base64 import b64encode

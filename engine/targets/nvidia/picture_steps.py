@@ -62,9 +62,8 @@ class PictureSteps(PictureKernels):
     ) -> None:
         super().__init__(encoder, allocate)
         spec, self._size = encoder.spec, size
-        self._patches = allocate(
-            4, dtypes.int32
-        )  # how many there are, and below of rows that a token has side x side of
+        # How many patches there are, and below of rows that a token has side x side of.
+        self._patches = allocate(4, dtypes.int32)
         sides = {
             1,
             spec.last_merge,
