@@ -141,8 +141,8 @@ _NAMES: Mapping[str, _Names] = {
 
 def usual_names(metadata: Metadata, tensors: Mapping[str, _T]) -> tuple[Metadata, Mapping[str, _T]]:
     """What a file has, under the names of llama.cpp."""
-    architecture = metadata.get(_ARCHITECTURE)
-    names = _NAMES.get(architecture) if isinstance(architecture, str) else None
+    architecture = _text(metadata, _ARCHITECTURE)
+    names = _NAMES.get(architecture)
     if architecture == "gemma3" and "dense.0.weight" in tensors:
         names = _EMBEDDING_GEMMA
     if not names:
@@ -160,10 +160,15 @@ def usual_names(metadata: Metadata, tensors: Mapping[str, _T]) -> tuple[Metadata
     found[_ARCHITECTURE] = usual
     if names.pretokenizer:
         found[_PRE] = names.pretokenizer
-    if names.tokenizer and found.get(_TOKENIZER) == "llama" and _MERGES in found:
+    if names.tokenizer and _text(metadata, _TOKENIZER) == "llama" and _MERGES in found:
         found[_TOKENIZER] = names.tokenizer
     found |= _decoded(metadata)
     return found, _cut(names.cut, _renamed(names.tensors, tensors))
+
+
+def _text(metadata: Metadata, key: str) -> str:
+    value = metadata.get(key)
+    return value if isinstance(value, str) else ""
 
 
 def _decoded(metadata: Metadata) -> Metadata:

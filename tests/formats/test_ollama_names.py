@@ -28,6 +28,15 @@ def test_a_table_of_characters_in_letters():
     assert usual_names(damaged, {})[0][CHARACTERS] is damaged[CHARACTERS]
 
 
+def test_values_that_are_no_texts_are_left_to_their_readers():
+    numbers = np.arange(2)
+    for keys in (
+        {"general.architecture": numbers},
+        {"general.architecture": "gemma4", "tokenizer.ggml.model": numbers},
+    ):
+        assert usual_names(keys, {})[0].keys() == keys.keys()
+
+
 def test_merges_tell_the_vocabulary_of_gemma_4():
     keys = {"general.architecture": "gemma4", "tokenizer.ggml.model": "llama"}
     assert usual_names(keys, {})[0] == keys
