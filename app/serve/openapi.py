@@ -69,6 +69,8 @@ _READ = {
     "/v1/models/{model}": ("get",),
     "/v1/responses/{id}": ("get", "delete"),
     "/v1/responses/{id}/input_items": ("get",),
+    "/v1/conversations/{id}": ("get", "delete"),
+    "/v1/conversations/{id}/items": ("get",),
     "/v1/conversations/{id}/items/{item}": ("get", "delete"),
     "/v1beta/models": ("get",),
     "/v1beta/models/{model}": ("get",),
@@ -116,7 +118,7 @@ def description() -> dict[str, Any]:
     }
     for path, methods in _READ.items():
         answered = {"responses": _responses({"type": "object"})}
-        paths[path] = dict.fromkeys(methods, answered) | _parameters(path)
+        paths[path] = paths.get(path, {}) | dict.fromkeys(methods, answered) | _parameters(path)
     return {
         "openapi": "3.1.0",
         "info": {"title": "orin-chat", "version": "1"},
