@@ -79,8 +79,8 @@ class Connection:
         self._client: Client | None = None
         self._flooded = asyncio.Event()
         self._is_listed = asyncio.Event()
-        self._is_unknown = False  # to the server is the session, as it has begun anew or has forgotten it
-        self._lost = asyncio.Event()  # for that reason
+        self._is_unknown = False  # whether the server did not know the session when it was last asked
+        self._lost = asyncio.Event()  # set for that reason: a new session is to begin
         self._status = 0  # of the last answer over HTTP
 
     def _heard(self, status: int, in_session: bool) -> None:
