@@ -59,11 +59,14 @@ class Saver:
         unsaved = [*self._left, self._session.conversation]
         known = {chat.chat_id for chat in unsaved}
         in_memory = [id for id in reversed(self._history.chat_ids()) if id not in known]
-        others = [Conversation(self._history, "", chat_id) for chat_id in in_memory]
+        chats = [*(Conversation(self._history, "", chat_id) for chat_id in in_memory), *unsaved]
+        models = [self._history.model(chat.chat_id or 0) for chat in chats]
         if self._history.open_again():
-            for chat in (*others, *unsaved):
+            for chat, model in zip(chats, models, strict=True):
                 chat.begin_anew()
-            self._left = [*others, *self._left]
+                if model:  # of those that were in memory: the one that each began with
+                    chat.save(model)
+            self._left = chats[:-1]
 
     def soon(self) -> None:
         """After a failure this is with the next try. Where the program is late, what is due comes before more text is

@@ -130,6 +130,7 @@ async def test_chats_from_a_time_when_the_file_could_not_be_opened_are_saved_too
         await session.send(text)
         await until(lambda: not session.is_busy and problems and problems[-1])
         await session.open(None)
+    session.history._run("UPDATE chats SET model = 'another' WHERE id = ?", session.history.chat_ids()[0])
     await session.open(session.history.chat_ids()[-1])  # the first of those in memory
     await until(lambda: len(problems) > 10)
     assert all(problems) and said(session) == ["a", "A"]
@@ -142,6 +143,7 @@ async def test_chats_from_a_time_when_the_file_could_not_be_opened_are_saved_too
         ["a", "A", "a2", "A2"],
         ["b", "B"],
     ]
+    assert [chat.model for chat in saved.chats()] == [READY.model.name, "another"]
     saved.close()
 
 
