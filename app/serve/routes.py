@@ -143,12 +143,12 @@ def _of_conversations(endpoints: Endpoints) -> list[Entry]:
     return [
         ("POST", "/conversations", changing(conversations.created)),
         ("GET", one, endpoints.recalling(conversations.shown)),
-        ("POST", one, changing(conversations.renamed)),
+        ("POST", one, changing(conversations.with_metadata)),
         ("DELETE", one, changing(conversations.deleted)),
         ("GET", f"{one}/items", endpoints.recalling(conversations.items)),
         ("POST", f"{one}/items", changing(conversations.added)),
         ("GET", f"{one}/items/{{item}}", endpoints.recalling(conversations.item)),
-        ("DELETE", f"{one}/items/{{item}}", changing(conversations.shortened)),
+        ("DELETE", f"{one}/items/{{item}}", changing(conversations.without_item)),
     ]
 
 

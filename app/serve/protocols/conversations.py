@@ -57,7 +57,7 @@ def item(known: Remembered, request: Request) -> Json:
     return known.items[place(known.items, request.path_params["item"])]
 
 
-def renamed(body: ConversationBody, kept: Conversations, owner: str, request: Request) -> Json:
+def with_metadata(body: ConversationBody, kept: Conversations, owner: str, request: Request) -> Json:
     """With other metadata. Raises ApiError."""
 
     def change(known: Remembered) -> Remembered:
@@ -79,7 +79,7 @@ def added(body: ConversationBody, kept: Conversations, owner: str, request: Requ
     return listed(new, has_more=False)
 
 
-def shortened(body: ConversationBody, kept: Conversations, owner: str, request: Request) -> Json:
+def without_item(body: ConversationBody, kept: Conversations, owner: str, request: Request) -> Json:
     """Without an item. Raises ApiError."""
 
     def change(known: Remembered) -> Remembered:
