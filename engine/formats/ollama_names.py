@@ -45,9 +45,10 @@ class _Names:
     """What files of an architecture say in other words. `architecture`: what llama.cpp calls it; "" for the same.
     `tensors`: patterns of names, and what takes the place of what they match. `keys`: those of the architecture, each
     with the usual one, which counts if the file has both. `unsaid`: values of keys that a file may not have; those that
-    are `left_out` are wrong. `pretokenizer` counts whatever the file says, and `tokenizer` if it says "llama" of a
-    vocabulary that has merges. `experts`: a matrix that has a row for each element of an expert, where the file does
-    not say how many. `cut`: a table of embeddings, and one that has as many rows as count."""
+    are `left_out` are wrong. `pretokenizer` counts whatever the file says, `unnamed_pretokenizer` if it names none, and
+    `tokenizer` if it says "llama" of a vocabulary that has merges. `experts`: a matrix that has a row for each element
+    of an expert, where the file does not say how many. `cut`: a table of embeddings, and one that has as many rows as
+    count."""
 
     architecture: str = ""
     tensors: Mapping[str, str] = field(default_factory=dict)
@@ -55,6 +56,7 @@ class _Names:
     unsaid: Mapping[str, object] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     pretokenizer: str = ""
+    unnamed_pretokenizer: str = ""
     tokenizer: str = ""
     experts: str = ""
     cut: tuple[str, str] = ("", "")
@@ -128,6 +130,7 @@ _NAMES: Mapping[str, _Names] = {
             "rope.scaling.mscale_all_dim": "rope.scaling.yarn_log_multiplier",
             "rope.scaling_beta": "attention.temperature_scale",
         },
+        unnamed_pretokenizer="tekken",
     ),
     "nemotron_h_moe": _Names(tensors=_LATENTS),
     "nemotron_h_omni": _Names("nemotron_h_moe", tensors=_LATENTS),
@@ -160,6 +163,8 @@ def usual_names(metadata: Metadata, tensors: Mapping[str, _T]) -> tuple[Metadata
     found[_ARCHITECTURE] = usual
     if names.pretokenizer:
         found[_PRE] = names.pretokenizer
+    elif names.unnamed_pretokenizer and _text(metadata, _PRE) in ("", "default"):
+        found[_PRE] = names.unnamed_pretokenizer
     if names.tokenizer and _text(metadata, _TOKENIZER) == "llama" and _MERGES in found:
         found[_TOKENIZER] = names.tokenizer
     found |= _decoded(metadata)

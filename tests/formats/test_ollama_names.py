@@ -37,6 +37,12 @@ def test_values_that_are_no_texts_are_left_to_their_readers():
         assert usual_names(keys, {})[0].keys() == keys.keys()
 
 
+def test_a_pretokenizer_that_is_not_named_is_tekken():
+    keys = {"general.architecture": "mistral3", "tokenizer.ggml.pre": "default"}
+    assert usual_names(keys, {})[0]["tokenizer.ggml.pre"] == "tekken"
+    assert usual_names(keys | {"tokenizer.ggml.pre": "llama-bpe"}, {})[0]["tokenizer.ggml.pre"] == "llama-bpe"
+
+
 def test_merges_tell_the_vocabulary_of_gemma_4():
     keys = {"general.architecture": "gemma4", "tokenizer.ggml.model": "llama"}
     assert usual_names(keys, {})[0] == keys
