@@ -225,7 +225,7 @@ class _Tensors:
         self._is_gated = family.gated_attention
         self._in_file = self.sizes | {"q": 2 * self.sizes["q"]} if self._is_gated else self.sizes
         q_norm = reader.file.tensors.get(f"{prefix}attn_q_norm.weight")
-        # Those after the rotation are of all heads alike.
+        # Norms after the rotation have the same weights for all heads.
         self.has_own_norms = q_norm is not None and len(q_norm.shape) > 1 and not family.rotates_first
         self._has_gains = q_norm is not None and q_norm.shape == (heads.count, 1)
         self._has_unit_norms = family.unit_norms and is_rotated and not reader.is_unnormed

@@ -47,8 +47,8 @@ class _Names:
     with the usual one, which counts if the file has both. `unsaid`: values of keys that a file may not have; those that
     are `left_out` are wrong. `pretokenizer` counts whatever the file says, `unnamed_pretokenizer` if it names none, and
     `tokenizer` if it says "llama" of a vocabulary that has merges. `experts`: a matrix that has a row for each element
-    of an expert, where the file does not say how many. `cut`: a table of embeddings, and one that has as many rows as
-    count."""
+    of an expert, where the file does not say how many. `widths`: one that has a row for each element of feed-forward
+    layers, whatever the file says. `cut`: a table of embeddings, and one that has as many rows as count."""
 
     architecture: str = ""
     tensors: Mapping[str, str] = field(default_factory=dict)
@@ -59,6 +59,7 @@ class _Names:
     unnamed_pretokenizer: str = ""
     tokenizer: str = ""
     experts: str = ""
+    widths: str = ""
     cut: tuple[str, str] = ("", "")
 
 
@@ -123,6 +124,7 @@ _NAMES: Mapping[str, _Names] = {
             "rope.swa.freq_base": "rope.freq_base_swa",
         },
     ),
+    "lfm2": _Names(widths="blk.0.ffn_gate.weight"),
     "mistral3": _Names(
         keys={
             "rope.scaling.beta_fast": "rope.scaling.yarn_beta_fast",
@@ -160,6 +162,8 @@ def usual_names(metadata: Metadata, tensors: Mapping[str, _T]) -> tuple[Metadata
     found |= {f"{usual}.{names.keys[key]}": metadata[own[key]] for key in own if key in names.keys}
     found |= {f"{usual}.{key}": metadata[full] for key, full in own.items()}
     found |= {key: value for key, value in metadata.items() if not key.startswith(of_model)}
+    if (gate := tensors.get(names.widths)) and len(gate.shape) == 2:
+        found[f"{usual}.feed_forward_length"] = gate.shape[0]
     found[_ARCHITECTURE] = usual
     if names.pretokenizer:
         found[_PRE] = names.pretokenizer

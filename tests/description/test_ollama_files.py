@@ -66,6 +66,10 @@ def test_sizes_of_heads_in_a_file_of_ollama(path_of):
         assert read_spec(file) == expected
 
 
+def test_the_width_of_feed_forward_layers_is_that_of_their_matrices(path_of):
+    assert read(path_of("lfm2"), lfm2__feed_forward_length=999) == read(path_of("lfm2"))
+
+
 def test_a_vocabulary_of_ollama_is_cut_to_what_has_embeddings_of_layers(path_of):
     spec = read(path_of("gemma3n"))
     assert read(path_of("gemma3n"), {"token_embd.weight": (spec.vocab + 9, DIM)}) == spec

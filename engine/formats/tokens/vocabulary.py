@@ -108,9 +108,8 @@ class Vocabulary:
         self.vocab_size = len(self.tokens)
         self.types = self.numbers(gguf, "token_type", np.int32, NORMAL)
 
-        if (
-            self.sentencepiece and not (self.types == BYTE).any()
-        ):  # files of Ollama do not say which these are
+        # Files of Ollama do not say which tokens are bytes.
+        if self.sentencepiece and not (self.types == BYTE).any():
             named = [id for id in self.tokens.beginning_with(b"<") if _BYTE.fullmatch(self.tokens.raw(id))]
             self.types[named] = BYTE
         ends = self._ends(gguf)
