@@ -82,6 +82,8 @@ class Connection:
         self._is_unknown = False  # whether the server did not know the session when it was last asked
         self._lost = asyncio.Event()  # set for that reason: a new session is to begin
         self._status = 0  # of the last answer over HTTP
+        self._under_way = 0  # calls of the session
+        self._is_idle = asyncio.Event()
 
     def _heard(self, status: int, in_session: bool) -> None:
         """A server over HTTP has answered with a status."""
@@ -137,7 +139,9 @@ class Connection:
             finally:
                 for each in waiting:
                     each.cancel()
-            if not self._lost.is_set():
+            if self._lost.is_set():
+                await self._is_idle.wait()  # the other calls are told so, too
+            else:
                 self._write(Down(server=self._name, problem=self._reason(EOFError())))
 
     async def _list_again(self, client: Client, transport: CheckedStream, listed: Listed) -> None:
@@ -165,14 +169,8 @@ class Connection:
             max_sse_event_size=MESSAGE_BYTES,
         )
 
-    async def call(self, call: Call, *, is_last: bool = False) -> Result:
-        """What the tool returned, or why it did not. One that a server refuses since it does not know the session is
-        made again in the next one, unless it `is_last`."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._is_listed.wait(), START_S)
-        client = self._client
-        if client is None:
-            return Result(id=call.id, text=f"{self._name} is not running.", is_error=True)
+    async def call(self, call: Call) -> Result:
+        """What the tool returned, or why it did not."""
         try:
             arguments = json.loads(call.arguments)
             if not isinstance(arguments, dict):
@@ -180,25 +178,45 @@ class Connection:
         except (ValueError, RecursionError) as error:
             return Result(id=call.id, text=f"The arguments cannot be used: {error}.", is_error=True)
         try:
-            timeout = self._server.timeout_s
             # The library waits for ever to send what is not read.
-            async with asyncio.timeout(timeout + _LATE_S):
-                returned = await client.call_tool(call.tool, arguments, read_timeout_seconds=timeout)
+            async with asyncio.timeout(self._server.timeout_s + _LATE_S):
+                returned = await self._returned(call.tool, arguments)
         except Exception as error:
-            if self._is_unknown and _is_refused(error) and not is_last:
-                if self._client is client:  # the first call that is told so
-                    self._client = None
-                    self._is_listed.clear()
-                    self._lost.set()
-                return await self.call(call, is_last=True)
             # The reason that the server ended comes a moment later than the end of its stream.
             if self._process:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._process.over.wait(), 0.0 if _is_late(error) else 0.5)
             return Result(id=call.id, text=f"{self._name} {self._reason(error)}.", is_error=True)
+        if returned is None:
+            return Result(id=call.id, text=f"{self._name} is not running.", is_error=True)
         text = _text_of(returned)
         is_error = bool(returned.is_error)
         return Result(id=call.id, text=text[:RESULT_CHARS], is_error=is_error, chars=len(text))
+
+    async def _returned(
+        self, tool: str, arguments: dict[str, Any], *, is_last: bool = False
+    ) -> CallToolResult | None:
+        """None if the server does not run. A call that it refuses since it does not know the session is made again in
+        the next one, unless it `is_last`."""
+        await self._is_listed.wait()
+        if (client := self._client) is None:
+            return None
+        self._under_way += 1
+        self._is_idle.clear()
+        try:
+            return await client.call_tool(tool, arguments, read_timeout_seconds=self._server.timeout_s)
+        except MCPError as error:
+            if is_last or not (self._is_unknown and _is_refused(error)):
+                raise
+            if self._client is client:  # the first call that is told so
+                self._client = None
+                self._is_listed.clear()
+                self._lost.set()
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._is_idle.set()
+        return await self._returned(tool, arguments, is_last=True)
 
     def _reason(self, error: BaseException) -> str:
         """Goes on after the server's name."""
@@ -234,9 +252,9 @@ def _is_late(error: BaseException) -> bool:
     return is_late or isinstance(error, TimeoutError)
 
 
-def _is_refused(error: BaseException) -> bool:
+def _is_refused(error: MCPError) -> bool:
     """Whether the server may have answered that it does not know the session."""
-    if not isinstance(error, MCPError) or _is_late(error):
+    if _is_late(error):
         return False
     # Servers have the code for a closed connection, too, so its text tells.
     return error.code != INVALID_PARAMS and str(error) != "Connection closed"

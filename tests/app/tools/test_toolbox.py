@@ -116,10 +116,10 @@ async def test_a_server_over_http():
 
 
 class Forgetful:
-    """A server over HTTP that forgets its session before the first and the third call, and whose streams of events end
-    at once and are to be asked for again at once."""
+    """A server over HTTP that has forgotten its first session before all calls, and its second one after two, and whose
+    streams of events end at once and are to be asked for again at once."""
 
-    sessions = streams = calls = 0
+    sessions = streams = answered = refused = 0
 
     async def answer(self, reader, writer):
         with contextlib.suppress(asyncio.IncompleteReadError):
@@ -140,7 +140,11 @@ class Forgetful:
                 if "/closed " in head:
                     writer.write(b"HTTP/1.1 401 .\r\nContent-Length: 0\r\n\r\n")
                     continue
-                status, body = self._answer(asked.get("method"))
+                session = head.partition("mcp-session-id: ")[2][:1]
+                status, body = self._answer(asked.get("method"), session)
+                if status == 404:
+                    self.refused += 1
+                    await asyncio.sleep(0.05 * self.refused)
                 text = json.dumps({"jsonrpc": "2.0", "id": asked.get("id")} | body) if body else ""
                 kind = f"Content-Type: application/json\r\nMcp-Session-Id: {self.sessions}"
                 writer.write(
@@ -148,8 +152,7 @@ class Forgetful:
                 )
         writer.close()
 
-    def _answer(self, method):
-        self.calls += method == "tools/call"
+    def _answer(self, method, session):
         match method:
             case "initialize":
                 self.sessions += 1
@@ -157,11 +160,12 @@ class Forgetful:
                 return 200, {"result": about | {"capabilities": {"tools": {}}}}
             case "tools/list":
                 return 200, {"result": {"tools": [{"name": "echo", "inputSchema": {"type": "object"}}]}}
-            case "tools/call" if self.calls == 1:
+            case "tools/call" if session == "1":
                 return 404, {"error": {"code": -32001, "message": "Session not found"}}
-            case "tools/call" if self.calls == 3:
+            case "tools/call" if session == "2" and self.answered == 2:
                 return 400, {"error": {"code": -32000, "message": "No valid session ID"}, "id": None}
             case "tools/call":
+                self.answered += 1
                 return 200, {"result": {"content": [{"type": "text", "text": "hello"}]}}
         return 202, {}
 
@@ -211,7 +215,8 @@ async def test_faults_of_servers_harm_no_other(monkeypatch):
                 await call(box, "deaf.echo", text="x" * 200_000)
             ).text == "deaf did not answer within 0.2 s."
             assert (await call(box, "good.echo", text="hello")).text == "hello"
-            assert (await call(box, "lost.echo")).text == "hello" and forgetful.sessions == 2
+            at_once = await asyncio.gather(*(call(box, "lost.echo") for _ in range(2)))
+            assert [each.text for each in at_once] == ["hello"] * 2 and forgetful.sessions == 2
             assert (await call(box, "lost.echo")).text == "hello" and forgetful.sessions == 3
             assert forgetful.streams < 10, "no more than one a second and session"
             await until(lambda: "new.later0" in box.tools)
