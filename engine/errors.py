@@ -125,13 +125,14 @@ def described(error: Exception) -> tuple[FailureKind, str, str]:
     if isinstance(error, MemoryError) or "out of memory" in str(error):  # as CUDA's driver says it
         hint = "Choose a smaller model or a shorter context."
         return "backend", "There is not enough memory for this model and context.", hint
-    text = str(error)
+    text = str(error).rstrip(".")
     if text.startswith("Wait timeout"):  # as tinygrad's NV says it
         return described(DeviceHangsError())
     if text.startswith("CUDA Error"):
         hint = "Send the prompt again: another process answers it. If that fails too, dmesg may say why."
-        return "backend", f"The GPU failed: {text.rstrip('.')}.", hint
-    return "internal", f"The engine failed: {type(error).__name__}: {text}".removesuffix(": "), ""
+        return "backend", f"The GPU failed: {text}.", hint
+    what = f"{type(error).__name__}: {text}".removesuffix(": ")
+    return "internal", f"The engine failed: {what}.", ""
 
 
 def start_hint(error: OSError) -> str:

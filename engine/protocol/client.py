@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 from msgspec.structs import replace
 
-from engine.errors import start_hint
+from engine.errors import LOG_IS, start_hint
 from engine.protocol.event_stream import AnswerStats, EventStream
 from engine.protocol.events import (
     Cancel,
@@ -330,7 +330,7 @@ class LocalEngine:
         if isinstance(event, Slots):
             return
         if isinstance(event, Failed) and event.kind == "internal" and not event.hint:
-            event = replace(event, hint=f"Details are in {self.log_path}")
+            event = replace(event, hint=f"{LOG_IS} {self.log_path}")
         request_id: int | None = getattr(event, "request_id", None)
         if request_id is not None:
             if isinstance(event, Finished | Measured | KernelProfile | Failed):

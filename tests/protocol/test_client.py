@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.cache import candidate_trial
-from engine.errors import ModelFileError
+from engine.errors import LOG_IS, ModelFileError
 from engine.protocol.client import LocalEngine
 from engine.protocol.events import (
     Chat,
@@ -215,7 +215,7 @@ async def test_an_abandoned_answer_is_cancelled(engines, how):
         ("BackendError", "backend", "This is a BackendError in answer to hello."),
         ("UsageError", "usage", "This is a UsageError in answer to hello."),
         ("MemoryError", "backend", "There is not enough memory for this model and context."),
-        ("ValueError", "internal", "The engine failed: ValueError: in answer to hello"),
+        ("ValueError", "internal", "The engine failed: ValueError: in answer to hello."),
     ],
 )
 async def test_a_request_that_fails_leaves_the_engine_serving(engines, failure, kind, message):
@@ -227,7 +227,7 @@ async def test_a_request_that_fails_leaves_the_engine_serving(engines, failure, 
     last = events[-1]
     assert (last.kind, last.message, last.request_id) == (kind, message, 9)
     if kind == "internal":
-        assert str(engine.log_path) in last.hint
+        assert last.hint == f"{LOG_IS} {engine.log_path}"
         assert "_misbehave" in engine.log_path.read_text(), "the log says where"
     assert token_ids(await collect(engine.generate(ask(10, max_tokens=2)))) == [0, 1]
     assert engine.pid == pid
