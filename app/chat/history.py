@@ -108,6 +108,11 @@ class History(HistoryDatabase):
         rows = self._run("SELECT model FROM chats WHERE id = ?", chat_id)
         return rows[0][0] if rows else ""
 
+    def given_title(self, chat_id: int) -> str:
+        """The title that the user gave; "" if there is none."""
+        rows = self._run("SELECT title FROM chats WHERE id = ?", chat_id)
+        return rows[0][0] or "" if rows else ""
+
     def has(self, chat_id: int) -> bool:
         return bool(self._run("SELECT 1 FROM chats WHERE id = ?", chat_id))
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Protocol
 
 from app.chat.conversation import Conversation
 from app.chat.history import History
+from app.chat.history_database import HistoryError
 from app.chat.status import StatusObserver
 from app.chat.view import View
 
@@ -60,12 +62,16 @@ class Saver:
         known = {chat.chat_id for chat in unsaved}
         in_memory = [id for id in reversed(self._history.chat_ids()) if id not in known]
         chats = [*(Conversation(self._history, "", chat_id) for chat_id in in_memory), *unsaved]
-        models = [self._history.model(chat.chat_id or 0) for chat in chats]
+        ids = [chat.chat_id or 0 for chat in chats]
+        given = [(self._history.model(id), self._history.given_title(id)) for id in ids]
         if self._history.open_again():
-            for chat, model in zip(chats, models, strict=True):
+            for chat, (model, title) in zip(chats, given, strict=True):
                 chat.begin_anew()
                 if model:  # of those that were in memory: the one that each began with
                     chat.save(model)
+                if title and chat.chat_id:
+                    with suppress(HistoryError):  # then it is only called by its first prompt
+                        self._history.rename(chat.chat_id, title)
             self._left = chats[:-1]
 
     def soon(self) -> None:

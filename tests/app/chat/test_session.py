@@ -131,6 +131,7 @@ async def test_chats_from_a_time_when_the_file_could_not_be_opened_are_saved_too
         await until(lambda: not session.is_busy and problems and problems[-1])
         await session.open(None)
     session.history._run("UPDATE chats SET model = 'another' WHERE id = ?", session.history.chat_ids()[0])
+    session.history.rename(session.history.chat_ids()[0], "Named")
     await session.open(session.history.chat_ids()[-1])  # the first of those in memory
     await until(lambda: len(problems) > 10)
     assert all(problems) and said(session) == ["a", "A"]
@@ -143,7 +144,10 @@ async def test_chats_from_a_time_when_the_file_could_not_be_opened_are_saved_too
         ["a", "A", "a2", "A2"],
         ["b", "B"],
     ]
-    assert [chat.model for chat in saved.chats()] == [READY.model.name, "another"]
+    assert [(chat.model, chat.title) for chat in saved.chats()] == [
+        (READY.model.name, "a"),
+        ("another", "Named"),
+    ]
     saved.close()
 
 
