@@ -239,6 +239,7 @@ def _answer(args: Namespace, settings: Settings, configuration: Configuration) -
     from engine.protocol.events import Generate
 
     greet(args.model, configuration.engine.model_path, is_chat=False)
+    beside = args.mmproj, args.draft, args.lora  # files of which one may be what fails
     with suppress(UsageError):  # too many
         for mention in mentions(" ".join(args.prompt))[:1]:
             say(
@@ -261,7 +262,7 @@ def _answer(args: Namespace, settings: Settings, configuration: Configuration) -
         verbose=args.verbose,
         sampling=request.sampling,
         files=files,
-        why_this_model="" if args.engine else why_this(args.model, settings),
+        why_this_model="" if args.engine or any(beside) else why_this(args.model, settings),
     )
     show = partial(show_as_json, sys.stdout) if args.json else as_text.show
     if not args.compare:

@@ -243,7 +243,7 @@ def _cases(args: Namespace, model: Path, earlier: Sequence[Result]) -> tuple[lis
         wanted = [Case(0, *each, args.arrivals or 0) for each in lengths]
     cases = [case for case in wanted if case.context <= trained_context]
     if too_long := [case.name for case in wanted if case not in cases]:
-        context = f"{model.name} has a context of {trained_context} tokens"
+        context = f"{model.name} has a context of {trained_context:,} tokens"
         say(sys.stderr, f"{context}, so these are left out: {', '.join(too_long)}.")
     if not cases:
         raise UsageError("There is nothing to measure.", "Choose shorter prompts and depths.")

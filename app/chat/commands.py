@@ -10,7 +10,7 @@ from app.chat.session import Session
 from app.chat.settings import check_sampling
 from engine.errors import UsageError
 from engine.formats.kv_format import KVFormat
-from engine.protocol.events import ContextLength, Sampling, Speculate
+from engine.protocol.events import ContextLength, EngineOptions, Sampling, Speculate
 
 COMMANDS: Mapping[str, str] = {
     "help": "this list",
@@ -117,6 +117,14 @@ def set_option(session: Session, name: str, text: str) -> None:
             session.sampling = changed
     except msgspec.ValidationError:
         raise UsageError(f"{text!r} is no value for {name}.", allowed(name)) from None
+
+
+def settable_values(session: Session, options: EngineOptions | None) -> dict[str, object]:
+    """The value of each option that /set changes, by name. `options`: those of the engine, None if it has its own."""
+    values = msgspec.structs.asdict(session.sampling) | {"max_tokens": session.max_tokens}
+    if options:
+        values |= {name: getattr(options, field) for name, (field, _) in ENGINE_OPTIONS.items()}
+    return {name: "none" if value is None else value for name, value in values.items()}
 
 
 def engine_option(name: str, text: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ UNANSWERED = "interrupted before there was a reply · Ctrl+G answers it"
 def require_chat(history: History, chat_id: int) -> None:
     """Raises UsageError if `history` has no such chat, HistoryError if it cannot be read."""
     if not history.messages(chat_id):
-        raise UsageError(f"There is no chat {chat_id}.", "--plain lists them: /chats.")
+        raise UsageError(f"There is no chat {chat_id}.", "/chats lists them in the line mode (--plain).")
 
 
 def past_chat(history: History, chat_id: int | None, *, latest: bool) -> int | None:
@@ -260,6 +260,13 @@ class Conversation:
             self.problem = None
         except HistoryError as error:
             self.problem = error
+
+    def leave(self) -> None:
+        """The history no longer knows this conversation as open, if it has all of it: another program may go on."""
+        if self._is_open and self.problem is None:
+            self._is_open = False
+            with contextlib.suppress(HistoryError):
+                self.history.set_open(None)
 
     def _is_ahead(self) -> bool:
         """Whether the last turns have what the history lacks."""

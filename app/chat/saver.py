@@ -40,6 +40,7 @@ class Saver:
 
     def leave(self, conversation: Conversation, opened: Conversation) -> None:
         """Keeps a conversation that is left if the history lacks some of it. `opened` takes its place."""
+        conversation.leave()
         left = [*self._left, conversation] if conversation.problem else self._left
         self._left = [chat for chat in left if chat is not opened]
 

@@ -112,7 +112,7 @@ class TextOutput:
             if isinstance(event, Ready):
                 self._messages.writelines(f"{line}\n" for line in start_lines(event.start))
         if isinstance(event, Finished) and event.context_used >= self._context_length > 0:
-            self.say(f"The reply was cut: the context of {self._context_length} tokens is full.")
+            self.say(f"The reply was cut: the context of {self._context_length:,} tokens is full.")
         if isinstance(event, Ready):
             self._context_length = event.context_length
             for warning in (*event.warnings, *without_effect(self._sampling, event)):

@@ -12,7 +12,6 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TextIO, Unpack
 
-import msgspec
 from msgspec.structs import replace
 
 from app.chat.chat_options import ChatOptions
@@ -23,6 +22,7 @@ from app.chat.commands import (
     engine_option,
     set_option,
     set_think,
+    settable_values,
     split,
 )
 from app.chat.configuration import adapters_option, sampling_with_other_model, without_effect
@@ -430,12 +430,9 @@ class LineChat(View):
             if self._ready and name in ("effort", *self._ready.unheeded):
                 for sentence in without_effect(self.session.sampling, self._ready):
                     self._print(sentence)
-        values = msgspec.structs.asdict(self.session.sampling) | {"max_tokens": self.session.max_tokens}
-        if self._models:
-            options = self._models.options
-            values |= {name: getattr(options, field) for name, (field, _) in ENGINE_OPTIONS.items()}
-        for name, chosen in values.items():
-            self._print(f"  {name} {'none' if chosen is None else chosen}")
+        options = self._models.options if self._models else None
+        for each, chosen in settable_values(self.session, options).items():
+            self._print(f"  {each} {chosen}")
 
     async def _set_up(self, name: str, text: str) -> None:
         """Goes over to an engine with another option."""

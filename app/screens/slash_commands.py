@@ -3,7 +3,14 @@ action with a key."""
 
 from textual import on
 
-from app.chat.commands import ENGINE_OPTIONS, chat_number, engine_option, set_option, set_think
+from app.chat.commands import (
+    ENGINE_OPTIONS,
+    chat_number,
+    engine_option,
+    set_option,
+    set_think,
+    settable_values,
+)
 from app.chat.configuration import without_effect
 from app.chat.conversation import require_chat
 from app.chat.export import to_markdown, write_named
@@ -121,10 +128,9 @@ class SlashCommands(EngineActions):
     async def command_set(self, argument: str) -> None:
         name, _, value = argument.partition(" ")
         name, value = name.replace("-", "_"), value.strip()
-        if name in ENGINE_OPTIONS and value:
+        if name in ENGINE_OPTIONS:
             self.switch_options(f"{name} {value}", **engine_option(name, value))
             return
-        sampling = self.session.sampling
         if argument:
             set_option(self.session, name, value)
             ready = self.session.status.snapshot().ready
@@ -132,10 +138,8 @@ class SlashCommands(EngineActions):
             remarks = without_effect(self.session.sampling, ready) if may_be else ()
             self.column.notice(" ".join((f"{name} is {value} from the next prompt on.", *remarks)))
             return
-        values = {each: getattr(sampling, each) for each in sampling.__struct_fields__}
-        values |= {"max_tokens": self.session.max_tokens}
-        shown = (f"{each} {'none' if chosen is None else chosen}" for each, chosen in values.items())
-        self.column.notice(" · ".join(shown), seconds=60)
+        values = settable_values(self.session, self.setup.options if self.setup else None)
+        self.column.notice(" · ".join(f"{each} {value}" for each, value in values.items()), seconds=60)
 
     async def command_quit(self, _: str) -> None:
         await self.run_action("quit")

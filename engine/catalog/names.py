@@ -100,7 +100,7 @@ def parse(text: str, aliases: Mapping[str, str] = {}) -> Source:
     text = local_path(text.strip())
     path, exists = _path(text)
     if path is not None and exists:
-        return path.absolute()
+        return _whole(path)
     if (source := _parse_url(text)) is not None:
         return source
     names = {name.lower(): name for name in aliases}
@@ -110,7 +110,7 @@ def parse(text: str, aliases: Mapping[str, str] = {}) -> Source:
     if model := next((model for model in known_models() if without_separators(model.name) == wanted), None):
         return model.source
     if path is not None and (os.sep in text or text.lower().endswith(".gguf")):
-        return path.absolute()
+        return _whole(path)
     known = [*aliases, *(model.name for model in known_models())]
     raise ModelFileError(f"There is no model called {text!r}.", _suggestion(text, known))
 
@@ -159,6 +159,11 @@ def _path(text: str) -> tuple[Path | None, bool]:
         return path, True
     except (OSError, ValueError, RuntimeError):
         return None, False
+
+
+def _whole(path: Path) -> Path:
+    """From the root and without "..", so that one file has one name. Links stay: their names say more."""
+    return path.parent.resolve() / path.name if ".." in path.parts else path.absolute()
 
 
 def _parse_url(text: str) -> HubModel | WebFile | None:

@@ -343,6 +343,7 @@ def test_only_a_chat_whose_model_has_loaded_changes_what_the_next_one_opens_with
 
 def test_the_built_in_model_stands_in_for_a_last_one_that_is_gone(run, model):
     assert "It is built in. --model NAME takes" in run("why?", load_failure="ModelFileError")[2]
+    assert "It is built in" not in run("--lora", model, "why?", load_failure="ModelFileError")[2]
     run("--plain", "--model", model)
     for named, says in (((), True), (("--model", model), False)):
         code, _, err, _ = run(*named, "why?", load_failure="ModelFileError")

@@ -84,6 +84,9 @@ def test_names_of_the_users_own_come_before_known_ones(tmp_path):
 def test_what_looks_like_a_path_is_one(tmp_path):
     assert parse(f"{tmp_path}/nothing.bin") == tmp_path / "nothing.bin"
     assert parse("nothing.GGUF") == Path("nothing.GGUF").absolute()
+    assert (
+        parse("../x/nothing.gguf") == parse("../y/../x/nothing.gguf") == Path.cwd().parent / "x/nothing.gguf"
+    )
 
 
 @pytest.mark.parametrize(

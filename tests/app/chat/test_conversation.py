@@ -1,5 +1,7 @@
 """A conversation and its copy in the history."""
 
+import os
+
 from app.chat.conversation import Conversation
 from app.chat.history import History
 from widgets.chat.turn import Turn
@@ -135,3 +137,14 @@ def test_a_chat_that_another_program_deletes_is_saved_again_once_it_goes_on(tmp_
         [chat] = History(path).chat_ids()
         said = [stored.message.content for stored in History(path).messages(chat)]
         assert said == ["Be brief.", *(turn.content for turn in conversation.turns)]
+
+
+def test_a_chat_that_was_left_is_not_open_any_more(monkeypatch):
+    conversation = Conversation(history := History(":memory:"))
+    conversation.turns.append(Turn("user", "Why tides?"))
+    conversation.save("model")
+    for is_open in True, False:
+        with monkeypatch.context() as another:
+            another.setattr("app.chat.history.os.getpid", os.getppid)
+            assert history.open_elsewhere() == ({1} if is_open else set())
+        conversation.leave()

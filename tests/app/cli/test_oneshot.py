@@ -7,7 +7,7 @@ from app.cli.progress import figures, say
 from tests.app.fake_engine import READY, STARTED, reply
 
 
-@pytest.mark.parametrize("missing, says", [(0, "cut: the context of 8192 tokens is full"), (1, "")])
+@pytest.mark.parametrize("missing, says", [(0, "cut: the context of 8,192 tokens is full"), (1, "")])
 def test_a_reply_that_the_context_cuts_short_says_so(missing, says):
     out, messages = io.StringIO(), io.StringIO()
     output = TextOutput(out, messages)

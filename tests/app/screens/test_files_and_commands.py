@@ -179,6 +179,7 @@ async def test_what_each_command_does_and_says(history, folder):
         await tell("/set max_tokens 9", "max_tokens is 9 from the next prompt on.")
         await tell("/set", "temperature")
         assert "top_k 7 " in user.notice() and user.notice().endswith("max_tokens 9")
+        await tell("/set kv", "'' is no value for kv. It takes f16, q8_0 or none.")
         await user.say("Is it?")
         await user.sees("Yes.")
         await user.idle()
