@@ -35,7 +35,7 @@ class App:
 @pytest.fixture
 async def app(monkeypatch):
     app = App()
-    monkeypatch.setattr(os, "kill", lambda process, number: app.asked.append(signal.Signals(number).name))
+    monkeypatch.setattr(os, "kill", lambda *what: app.asked.append(what))
     yield app
     for number in (signal.SIGTSTP, signal.SIGCONT, signal.SIGTERM, *ENDING):
         asyncio.get_running_loop().remove_signal_handler(number)
@@ -52,7 +52,8 @@ async def sent(app, number):
 
 async def test_it_is_suspended_and_continued_between_two_events(app):
     suspend_between_events(app)
-    suspended = ["leave the screen", "SIGSTOP", "draw the screen"]
+    whole_job = (0, signal.SIGSTOP)  # `make` above it, too
+    suspended = ["leave the screen", whole_job, "draw the screen"]
     assert await sent(app, signal.SIGTSTP) == suspended
     assert await sent(app, signal.SIGCONT) == [], "it has been drawn"
     assert await sent(app, signal.SIGCONT) == ["leave the screen", "draw the screen"], (

@@ -40,7 +40,8 @@ def suspend_between_events(app: App[Any]) -> None:
             return
         is_ours = True
         with app.suspend():
-            os.kill(os.getpid(), signal.SIGSTOP)  # returns when the program goes on
+            # 0: the whole job, as with a terminal's Ctrl+Z. Under `make chat` the shell would wait for make for ever.
+            os.kill(0, signal.SIGSTOP)  # returns when the program goes on
 
     def go_on() -> None:
         nonlocal is_ours
