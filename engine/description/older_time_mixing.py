@@ -10,8 +10,7 @@ import math
 from dataclasses import dataclass
 
 from engine.description.checked_file import CheckedFile
-from engine.description.head_reader import MAX_HEAD
-from engine.description.recurrent import Recurrent
+from engine.description.mixing_heads import MixingHeads, read_head_size
 from engine.description.sublayers import Roles, Vector, Weight
 from engine.formats.gguf import damaged
 
@@ -20,7 +19,7 @@ _PARTS = "wkvrg"
 
 
 @dataclass(frozen=True)
-class OlderTimeMix(Recurrent):
+class OlderTimeMix(MixingHeads):
     """Of a token's x and that of the token before, p (zeros before the first one), it reads x + l * (p - x), with an l
     each for w, k, v, r and g: one of `lerps`, plus its `mixing` of its part of tanh(`shared` (x + `lerp_x` * (p - x))),
     whose parts are as many elements each. So x_r and so on:
@@ -35,46 +34,21 @@ class OlderTimeMix(Recurrent):
     Without `first`, k is times 1 - w, g is the sigmoid, S comes before y, which is S^T r / sqrt(size), and is not
     normed."""
 
-    receptance: Weight
-    key: Weight
-    value: Weight
     gate: Weight
-    out: Weight
     shared: Weight
     mixing: tuple[Weight, ...]
     decay: tuple[Weight, Weight]
     receptance_bias: Vector | None
     key_bias: Vector | None
     value_bias: Vector | None
-    decay_bias: Vector
     lerp_x: Vector
     lerps: tuple[Vector, ...]
     first: Vector | None
-    norm: Vector | None
-    norm_bias: Vector | None
-    heads: int
-    size: int
     words = "RWKV 6's time mixing"
-
-    NORM_EPS = 64e-5
-
-    @property
-    def width(self) -> int:
-        """Elements of what it reads of a token, and of its result."""
-        return self.heads * self.size
 
     @property
     def key_heads(self) -> int:
         return self.key.rows // self.size
-
-    @property
-    def row_elements(self) -> int:
-        """Also x, what is read of it, and y."""
-        return super().row_elements + 8 * self.width
-
-    @property
-    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return (self.heads, self.size, self.size), (1, self.width)
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
@@ -93,9 +67,7 @@ def has_older_mixing(file: CheckedFile, prefix: str) -> bool:
 
 def read_older_mix(file: CheckedFile, i: int, dim: int) -> OlderTimeMix:
     """The time mixing of layer i. Raises ModelFileError."""
-    prefix, size = f"blk.{i}.time_mix_", file.size("wkv.head_size")
-    if dim % size or size > MAX_HEAD:
-        raise damaged(file.file.path, f"it has heads of {size} elements in {dim}")
+    prefix, size = f"blk.{i}.time_mix_", read_head_size(file, dim)
     heads, rank, low = dim // size, file.size("time_mix_extra_dim"), file.size("time_decay_extra_dim")
     has_fewer = file.file.get(file.key("attention.head_count_kv"), int, 0) != 0
     key_heads = file.size("attention.head_count_kv") if has_fewer else heads

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.description.checked_file import CheckedFile
-from engine.description.head_reader import MAX_HEAD
+from engine.description.mixing_heads import MixingHeads, read_head_size
 from engine.description.older_time_mixing import has_older_mixing, read_older_mix
 from engine.description.recurrent import Recurrent
 from engine.description.spec import Sublayer
@@ -26,7 +26,7 @@ _LERP = "time_mix_lerp_fused.weight"
 
 
 @dataclass(frozen=True)
-class TimeMix(Recurrent):
+class TimeMix(MixingHeads):
     """Of a token's x and that of the token before, p (zeros before the first one), it reads x + l * (p - x), with an l
     each for r, w, k, v, a and g, one after the other in `lerp`: x_r and so on. With s the sigmoid:
 
@@ -41,42 +41,17 @@ class TimeMix(Recurrent):
     r * k * `bonus`, times v, is added. The result is `out` (y * g), or without a gate `out` y. A sequence keeps the S,
     and the last x."""
 
-    receptance: Weight
-    key: Weight
-    value: Weight
-    out: Weight
     decay: LowRank
     rate: LowRank
     mix: LowRank | None
     gate: LowRank | None
-    decay_bias: Vector
     rate_bias: Vector
     mix_bias: Vector | None
     lerp: Vector
     removed: Vector
     replaced: Vector
     bonus: Vector
-    norm: Vector | None
-    norm_bias: Vector | None
-    heads: int
-    size: int
     words = "time mixing"
-
-    NORM_EPS = 64e-5
-
-    @property
-    def width(self) -> int:
-        """Elements of what it reads of a token, and of its result."""
-        return self.heads * self.size
-
-    @property
-    def row_elements(self) -> int:
-        """Also x, what is read of it, and y."""
-        return super().row_elements + 8 * self.width
-
-    @property
-    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return (self.heads, self.size, self.size), (1, self.width)
 
     @property
     def roles(self) -> Roles:
@@ -150,9 +125,7 @@ def read_mixing_layer(file: CheckedFile, i: int, dim: int) -> Iterator[Sublayer]
 
 def read_time_mix(file: CheckedFile, i: int, dim: int) -> TimeMix:
     """The time mixing of layer i. Raises ModelFileError."""
-    prefix, size = f"blk.{i}.time_mix_", file.size("wkv.head_size")
-    if dim % size or size > MAX_HEAD:
-        raise damaged(file.file.path, f"it has heads of {size} elements in {dim}")
+    prefix, size = f"blk.{i}.time_mix_", read_head_size(file, dim)
     if not has_time_mixing(file, "blk.0."):  # whose values the others read
         raise damaged(file.file.path, f"layer {i} mixes tokens in time, and the first one does not")
     has_gate, has_norm = (file.has(f"{prefix}{name}.weight") for name in ("g1", "ln"))

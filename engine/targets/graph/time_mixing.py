@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import cast
 
-from tinygrad import Tensor, UOp
+from tinygrad import Tensor
 
+from engine.description.mixing_heads import MixingHeads
 from engine.description.older_time_mixing import OlderTimeMix
 from engine.description.sublayers import Vector
 from engine.description.time_mixing import ChannelMix, LowRank, TimeMix
 from engine.targets.graph.delta_net import decayed_sums, general_delta_rule, unit
+from engine.targets.graph.inputs import Step
 from engine.targets.graph.parts import Parts, Run, centred, normed
+from engine.targets.graph.states import States
 
 
 class MixingLayers(Parts):
@@ -20,9 +24,7 @@ class MixingLayers(Parts):
     def _time_mix(self, operator: TimeMix, x: Tensor, run: Run) -> Tensor:
         n, o, v = cast(int, x.shape[0]), operator, self._vectors
         step, states = run.step, next(run.states)
-        before, last = states.of(step.sequence)
-        earlier, last = _earlier(x, last, step.used)
-        apart = (earlier - x).contiguous()
+        before, apart, last = _read(states, x, step)
         x_r, x_w, x_k, x_v, x_a, *x_g = (
             (x + apart * share).contiguous() for share in v[o.lerp].reshape(-1, o.width)
         )
@@ -38,22 +40,13 @@ class MixingLayers(Parts):
             values = values + (run.first_values - values) * share
         values = values.contiguous()
 
-        def by_head(x: Tensor) -> Tensor:
-            return x.reshape(n, o.heads, o.size).transpose(0, 1)
-
+        by_head = partial(_by_head, of=o)
         removed = unit(by_head(k * v[o.removed]), 1e-24)
         k = k * (1 + (rate - 1) * v[o.replaced])
         bonus = by_head(r * k * v[o.bonus]).sum(-1, keepdim=True) * by_head(values)
-        is_new = (Tensor.arange(n) < step.used).reshape(1, n, 1)
-        adds, replaced, log_decay = (
-            is_new.where(t, 0.0).contiguous()
-            for t in (by_head(k), removed * by_head(rate), by_head(log_decay))
-        )
+        adds, replaced, log_decay = _of_used(step, by_head(k), removed * by_head(rate), by_head(log_decay))
         y, state = general_delta_rule(by_head(r), adds, by_head(values), log_decay, removed, replaced, before)
-        if o.norm and o.norm_bias:
-            weight, bias = (v[of].reshape(o.heads, 1, o.size) for of in (o.norm, o.norm_bias))
-            y = normed(centred(y), o.NORM_EPS) * weight + bias
-        y = (y + bonus).transpose(0, 1).reshape(n, -1)
+        y = (self._normed_heads(o, y) + bonus).transpose(0, 1).reshape(n, -1)
         if o.gate:
             y = y * self._product(o.gate[1], self._product(o.gate[0], x_g[0]).sigmoid())
         made = [tensor.contiguous() for tensor in (y, state, last)]
@@ -64,9 +57,8 @@ class MixingLayers(Parts):
 
     def _channel_mix(self, operator: ChannelMix, x: Tensor, run: Run) -> Tensor:
         step, states = run.step, next(run.states)
-        [last] = states.of(step.sequence)
-        earlier, last = _earlier(x, last, step.used)
-        apart, shares = (earlier - x).contiguous(), [operator.lerp, operator.receptance_lerp]
+        apart, last = _read(states, x, step)
+        shares = [operator.lerp, operator.receptance_lerp]
         made = [(x + apart * self._vectors[share]).contiguous() for share in shares if share]
         made.append(last.contiguous())
         Tensor.realize(*made)  # all at once: see `_time_mix`
@@ -78,9 +70,7 @@ class MixingLayers(Parts):
         """As `_time_mix`."""
         n, o, v = cast(int, x.shape[0]), operator, self._vectors
         step, states = run.step, next(run.states)
-        before, last = states.of(step.sequence)
-        earlier, last = _earlier(x, last, step.used)
-        apart = (earlier - x).contiguous()
+        before, apart, last = _read(states, x, step)
         low = self._product(o.shared, (x + apart * v[o.lerp_x]).contiguous()).tanh().contiguous()
         lows = low.reshape(n, len(o.lerps), -1)
         x_w, x_k, x_v, x_r, x_g = (
@@ -89,9 +79,9 @@ class MixingLayers(Parts):
         )
 
         def by_head(x: Tensor) -> Tensor:
-            """Of as many heads as share one: (heads, n, size)."""
+            """Of as many heads as share one."""
             heads = x.reshape(n, -1, 1, o.size).expand(-1, -1, o.heads * o.size // x.shape[-1], -1)
-            return heads.reshape(n, o.heads, o.size).transpose(0, 1)
+            return _by_head(heads, o)
 
         r = by_head(self._product(o.receptance, x_r, o.receptance_bias))
         k = by_head(self._product(o.key, x_k, o.key_bias))
@@ -100,14 +90,12 @@ class MixingLayers(Parts):
         log_decay = by_head(-log_decay)
         if not o.first:
             k = k * (1 - log_decay.exp())
-        is_new = (Tensor.arange(n) < step.used).reshape(1, n, 1)
-        k, log_decay = (is_new.where(t, 0.0).contiguous() for t in (k, log_decay))
+        k, log_decay = _of_used(step, k, log_decay)
         y, state = decayed_sums(r, k, values, log_decay, before, lags=o.first is not None)
         gate = self._product(o.gate, x_g)
-        if o.first and o.norm and o.norm_bias:
-            first, weight, bias = (v[of].reshape(o.heads, 1, o.size) for of in (o.first, o.norm, o.norm_bias))
-            y = y + (r * first * k).sum(-1, keepdim=True) * values
-            y = normed(centred(y), o.NORM_EPS) * weight + bias
+        if o.first:
+            first = v[o.first].reshape(o.heads, 1, o.size)
+            y = self._normed_heads(o, y + (r * first * k).sum(-1, keepdim=True) * values)
             gate = gate.silu()
         else:
             y, gate = y * o.size**-0.5, gate.sigmoid()
@@ -116,11 +104,32 @@ class MixingLayers(Parts):
         Tensor.realize(*made)
         return self._product(o.out, states.store(step.sequence, *made))
 
+    def _normed_heads(self, of: MixingHeads, y: Tensor) -> Tensor:
+        """y (heads, n, size), each head's LayerNorm of it if there is one."""
+        if not (of.norm and of.norm_bias):
+            return y
+        weight, bias = (self._vectors[part].reshape(of.heads, 1, of.size) for part in (of.norm, of.norm_bias))
+        return normed(centred(y), of.NORM_EPS) * weight + bias
+
     def _of_low_rank(self, of: LowRank, x: Tensor, bias: Vector | None) -> Tensor:
         return self._product(of[1], self._product(of[0], x), bias)
 
 
-def _earlier(x: Tensor, last: Tensor, used: UOp | int) -> tuple[Tensor, Tensor]:
-    """The x (n, dim) of the tokens before, of which the first one is `last` (1, dim); and the last x of those used."""
+def _read(states: States, x: Tensor, step: Step) -> list[Tensor]:
+    """The state of the sequence before a step of x (n, dim), but for its last part, the last x; by how much the token
+    before each differs from it, (n, dim); and the last x (1, dim) of those that are used."""
+    *before, last = states.of(step.sequence)
     both = last.cat(x).contiguous()
-    return both[: x.shape[0]], both[used : used + 1]
+    return [*before, (both[: x.shape[0]] - x).contiguous(), both[step.used : step.used + 1]]
+
+
+def _by_head(x: Tensor, of: MixingHeads) -> Tensor:
+    """Tokens' elements as (heads, n, size)."""
+    return x.reshape(x.shape[0], of.heads, of.size).transpose(0, 1)
+
+
+def _of_used(step: Step, *tensors: Tensor) -> list[Tensor]:
+    """Tensors (heads, n, size) that are zeros for the tokens that only fill the step."""
+    n = cast(int, tensors[0].shape[1])
+    is_used = (Tensor.arange(n) < step.used).reshape(1, n, 1)
+    return [is_used.where(tensor, 0.0).contiguous() for tensor in tensors]
