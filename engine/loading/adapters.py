@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelFileError
-from engine.formats.floats import dequantized, encoded_floats
+from engine.formats.dequantize import dequantized, encoded_floats
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.gguf import GGUF, TensorInfo, damaged, printable
 from engine.formats.quantization import FLOATS

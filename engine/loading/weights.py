@@ -13,7 +13,7 @@ from engine.description.checked_file import MOST
 from engine.description.spec import ModelSpec
 from engine.description.sublayers import Vector, Weight
 from engine.errors import ModelFileError
-from engine.formats.floats import dequantized, encoded_floats
+from engine.formats.dequantize import dequantized, encoded_floats
 from engine.formats.ggml_types import GGML_TYPES, TYPES
 from engine.formats.gguf import GGUF, TensorInfo, damaged, printable
 from engine.formats.quantization import FLOATS, FORMATS, READ_TYPES, WIDER
@@ -187,11 +187,7 @@ class FileWeights:
         info = self.file.tensors[vector.tensor]
         if info.type not in FLOATS:
             raise damaged(self.file.path, f"it holds {vector.tensor} as {info.type_name}, not as floats")
-        data = info.part(0, info.n_bytes)
-        if info.type_name == "BF16":  # the upper half of a float32
-            values = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        else:
-            values = data.view(np.float32 if info.type == 0 else np.float16).astype(np.float32)
+        values = dequantized(info.part(0, info.n_bytes), info.type)
         values = values[vector.first : vector.first + vector.size // vector.each]
         values = np.repeat(values, vector.each) if vector.each > 1 else values
         if vector.order:
