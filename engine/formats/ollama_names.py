@@ -198,9 +198,10 @@ def _renamed(patterns: Mapping[str, str], tensors: Mapping[str, _T]) -> Mapping[
             name = re.sub(pattern, usual, name)
         return name
 
-    return (
-        {named(name): replace(tensors[name], name=named(name)) for name in tensors} if patterns else tensors
-    )
+    if not patterns:
+        return tensors
+    renamed = (replace(tensor, name=named(name)) for name, tensor in tensors.items())
+    return {tensor.name: tensor for tensor in renamed}
 
 
 def _cut(tables: tuple[str, str], tensors: Mapping[str, _T]) -> Mapping[str, _T]:
