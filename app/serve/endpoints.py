@@ -36,6 +36,7 @@ from engine.system import invocation
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 B = TypeVar("B")
+T = TypeVar("T")
 LONG_BODY_BYTES = 256 << 10
 """Ordinary requests of long conversations are shorter, or need a few milliseconds more."""
 
@@ -86,8 +87,7 @@ class Endpoints:
             exchange.service = service = await self._models.named(body.model if model is None else model)
             n_bytes = work_bytes(data) + self._earlier_bytes(request, body)
             if in_thread or n_bytes > LONG_BODY_BYTES:
-                work = self._long_work.run(exchange.client, n_bytes, asked, body, service)
-                wanted = await while_connected(request.receive, work)
+                wanted = await self._in_thread(request, n_bytes, asked, body, service)
             else:
                 wanted = asked(body, service)
             if not isinstance(wanted, Asked):
@@ -105,8 +105,13 @@ class Endpoints:
         data = await read_body(request)
         if len(data) <= LONG_BODY_BYTES:
             return data, decoded(data, kind)
-        work = self._long_work.run(request.scope[CLIENT], len(data), decoded, data, kind)
-        return data, await while_connected(request.receive, work)
+        return data, await self._in_thread(request, len(data), decoded, data, kind)
+
+    async def _in_thread(self, request: Request, n_bytes: int, work: Callable[..., T], *arguments: Any) -> T:
+        """What `work` makes, which may take as long as so many bytes of JSON do. Raises ApiError, and ClientGoneError
+        if the client goes."""
+        coroutine = self._long_work.run(request.scope[CLIENT], n_bytes, work, *arguments)
+        return await while_connected(request.receive, coroutine)
 
     def _earlier_bytes(self, request: Request, body: object) -> int:
         """What the server remembers of the conversation that a request goes on with, and of the items that it names.
@@ -159,8 +164,7 @@ class Endpoints:
             def made() -> Response:
                 return json_response(make(self._conversations.get(id, owner), request))
 
-            work = self._long_work.run(request.scope[CLIENT], n_bytes, made)
-            return await while_connected(request.receive, work)
+            return await self._in_thread(request, n_bytes, made)
 
         return endpoint
 
@@ -177,8 +181,7 @@ class Endpoints:
                     change(decoded(data or b"{}", kind), self._conversations, owner, request)
                 )
 
-            work = self._long_work.run(request.scope[CLIENT], n_bytes, made)
-            return await while_connected(request.receive, work)
+            return await self._in_thread(request, n_bytes, made)
 
         return endpoint
 
@@ -201,8 +204,7 @@ class Endpoints:
         id, owner = request.path_params["id"], _owner(request)
         n_bytes = self._conversations.size_bytes(id, owner)
         request.scope[HOLDS](n_bytes)
-        work = self._long_work.run(request.scope[CLIENT], n_bytes, self._conversations.forget, id, owner)
-        await while_connected(request.receive, work)
+        await self._in_thread(request, n_bytes, self._conversations.forget, id, owner)
 
     async def count_response(self, request: Request) -> Response:
         owner = _owner(request)
@@ -271,8 +273,7 @@ class Endpoints:
             if n_bytes > MAX_TEXT_BYTES:
                 raise ApiError(413, f"The request is longer than {MAX_TEXT_BYTES >> 20} MiB.")
             service = await self._models.named(model or getattr(body, "model", None))
-            work = self._long_work.run(request.scope[CLIENT], n_bytes, made, body, service)
-            return await while_connected(request.receive, work)
+            return await self._in_thread(request, n_bytes, made, body, service)
 
         return endpoint
 
