@@ -17,9 +17,9 @@ from typing import Any
 from unittest import mock
 
 CONTEXT = 16384
-_MULTIPROCESSORS = {"sm_75": 68, "sm_80": 108, "sm_86": 82, "sm_87": 16, "sm_89": 128, "sm_90": 132}
+_MULTIPROCESSORS = {"sm_75": 68, "sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90": 132}
+"""Of the chips whose number the engine does not know itself."""
 _OF_OTHERS = 148
-_HOPPER = "sm_90"
 _PIECE = 9  # tokens of a piece of a prompt that is run
 
 
@@ -86,17 +86,17 @@ def _tell(chip: str, threads: int, is_nv: bool) -> None:
     from engine.targets.nvidia.kernels import device, rates
     from engine.targets.nvidia.sublayers import attention
 
-    number, count = int(chip[3:]), _MULTIPROCESSORS.get(chip, _OF_OTHERS)
+    number = int(chip[3:])
+    count = device._KNOWN_COUNTS.setdefault(chip, _MULTIPROCESSORS.get(chip, _OF_OTHERS))
     cuda_driver.compute_capability = lambda: divmod(number, 10)
-    device._KNOWN_COUNTS[chip] = count
     if is_nv:
         mock.patch.object(attention, "shared_limit", lambda: STATIC_SHARED).start()
         return
     device.is_own_cuda = lambda: True
     device._attribute = lambda number: threads if number == device._THREADS else 0
-    device.told_rates = lambda: rates.H200 if chip == _HOPPER else rates.estimated(count)
+    device.told_rates = lambda: rates.estimated(count)
     device.launches_early = lambda: number >= 90
-    device._has_warpgroups = lambda: chip == _HOPPER
+    device._has_warpgroups = lambda: chip == device._WARPGROUPS
 
 
 def take_model(file: Any, parallel: int, kv: str) -> None:
