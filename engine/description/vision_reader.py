@@ -52,8 +52,8 @@ _GLOBAL_EVERY = 4
 """Of so many layers of Muse Glimmer the last has no windows."""
 _MOST_PATCHES = 1 << 15
 """Of a picture. Published files have at most half as many; attention of far more would take hours."""
-_LINE = "v.image_newline"
-_UNUSED = "a.", "mm.a.", "resampler.pos_embed_k", "model.image_newline", _LINE, "v.view_seperator"
+_LINE, _SEPARATOR = "v.image_newline", "v.view_seperator"
+_UNUSED = "a.", "mm.a.", "resampler.pos_embed_k", "model.image_newline", _LINE, _SEPARATOR
 """Encoders of sounds; places that are computed for each size; ends of lines, which llama.cpp leaves out, too; what
 stands between views, of which a picture has one."""
 _OLDEST_MINICPM = 2
@@ -227,31 +227,26 @@ class _Reader(PlaceReader):
         rates = 1e6 ** (-2 * np.arange(self.head_dim // 2) / self.head_dim)
         return OwnQueries(tuple(tables), tuple(rates.tolist()))
 
-    def row_shape(self, name: str, size: int) -> tuple[int, ...]:
-        """The shape of a vector, which some files have as a matrix of one row."""
+    def fixed_row(self, name: str, size: int) -> FixedRow:
+        """A vector, which some files have as a matrix of one row."""
         info = self.file.tensors.get(name)
-        return (1, size) if info and len(info.shape) == 2 else (size,)
+        return FixedRow(self.required(name, *((1, size) if info and len(info.shape) == 2 else (size,))))
 
     def ends(self, out: int, steps: tuple[ProjectorStep, ...]) -> Ends | None:
         """`steps`: of the projector."""
         if self.named == "pixtral":
             return Ends(FixedRow(self.required("v.token_embd.img_break", out)))
         if self.kind == "deepseekocr":
-            names = _LINE, "v.view_seperator"
-            line, end = (FixedRow(self.required(name, *self.row_shape(name, out))) for name in names)
+            line, end = (self.fixed_row(name, out) for name in (_LINE, _SEPARATOR))
             return Ends(line, end=end, page=line)
         if self.kind == "adapter":
-            begin, end = (
-                FixedRow(self.required(f"adapter.{name}", *self.row_shape(f"adapter.{name}", out)))
-                for name in ("boi", "eoi")
-            )
+            begin, end = (self.fixed_row(f"adapter.{name}", out) for name in ("boi", "eoi"))
             return Ends(None, begin, end)
         if self.kind == "deepseekocr2":
-            name = "v.view_seperator"
             rows = self.size_rule().most // self.patch
-            return Ends(end=FixedRow(self.required(name, *self.row_shape(name, out))), ended=rows)
+            return Ends(end=self.fixed_row(_SEPARATOR, out), ended=rows)
         if self.kind == "granite4_vision":
-            return Ends(page=FixedRow(self.required(_LINE, *self.row_shape(_LINE, out))))
+            return Ends(page=self.fixed_row(_LINE, out))
         if self.kind != "hunyuanvl":
             return None
         *_, last, norm = steps
