@@ -202,8 +202,8 @@ class SelectiveScan(Recurrent):
 
     With a state S (size, width), a token computes S = exp(decay * dt) S + B (dt u)^T;  y = S^T C + `skip` u, where
     `decay` has a number for each element of S, channel by channel. The result is `out` (y * silu(`gate` x)). A sequence
-    keeps the S, and the last taps - 1 inputs of the convolution. With `heads`, the channels of a head have the same dt,
-    and `step` has a row for each head."""
+    keeps the S, and the last taps - 1 inputs of the convolution. `step` may have fewer rows: then each is of a head,
+    `of_head` channels in turn that have the same product."""
 
     channels: Weight
     gate: Weight
@@ -223,12 +223,15 @@ class SelectiveScan(Recurrent):
     skip: Vector
     size: int
     taps: int
-    heads: int = 0
     words = "Mamba layers"
 
     @property
     def width(self) -> int:
         return self.channels.rows
+
+    @property
+    def of_head(self) -> int:
+        return self.width // self.step.rows
 
     @property
     def row_elements(self) -> int:

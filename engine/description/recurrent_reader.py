@@ -124,7 +124,7 @@ class RecurrentReader(HeadReader):
             conv_bias=self.vector(f"{prefix}ssm_conv1d.bias", width),
             low_norm=norm("dt", rows[2]), b_norm=norm("b", size), c_norm=norm("c", size),
             step_bias=of_heads("ssm_dt.bias", of_head), decay=of_heads("ssm_a", of_head * size),
-            skip=of_heads("ssm_d", of_head), size=size, taps=taps, heads=heads,
+            skip=of_heads("ssm_d", of_head), size=size, taps=taps,
         )  # fmt: skip
 
     def mamba(self, prefix: str) -> Mamba:

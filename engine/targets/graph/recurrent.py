@@ -103,8 +103,8 @@ class RecurrentLayers(Parts):
             for y, norm in zip((low, b, c), (o.low_norm, o.b_norm, o.c_norm), strict=True)
         )
         dt = self._product(o.step, low)
-        if o.heads:
-            dt = dt.unsqueeze(-1).expand(-1, -1, o.width // o.heads).reshape(n, o.width)
+        if o.of_head > 1:
+            dt = dt.unsqueeze(-1).expand(-1, -1, o.of_head).reshape(n, o.width)
         dt = (dt + v[o.step_bias]).softplus()
         dt = (Tensor.arange(n) < step.used).reshape(n, 1).where(dt, 0.0).unsqueeze(1).contiguous()
         decay = (dt * v[o.decay].reshape(o.width, o.size).transpose()).exp().contiguous()

@@ -23,14 +23,13 @@ class SelectiveScanHandler(Handler):
         """As all handlers say it. The kernels also need states of whole vectors."""
         if part.size % MOST_LANES:
             return f"Mamba states of {part.size}"
-        if part.heads and part.width // part.heads % MOST_LANES:
-            return f"Mamba heads of {part.width // part.heads} channels"
+        if part.of_head > 1 and part.of_head % MOST_LANES:
+            return f"Mamba heads of {part.of_head} channels"
         return super().lacks(part)
 
     def __init__(self, part: SelectiveScan, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
         weights = loading.weights
-        of_head = part.width // part.heads if part.heads else 1
-        net = self._net = ScanSizes(part.width, part.size, part.taps, loading.lanes, of_head)
+        net = self._net = ScanSizes(part.width, part.size, part.taps, loading.lanes, part.of_head)
         self._norm, self._eps = norm, loading.spec.eps
         self._states, self._kept = loading.states.add(net)
         self._slots, self._sequences = loading.states.slots, loading.states.parallel
