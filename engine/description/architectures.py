@@ -274,10 +274,9 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
             return
 
         def norm(name: str) -> Vector | None:
-            bare = f"{prefix}{name}"  # PLaMo's files have names without ".weight"
-            return self.vector(bare if self.has(bare) else f"{bare}.weight", self.dim)
+            return self.vector(self.norm_named(prefix + name), self.dim)
 
-        has_post_norms = any(self.has(f"{prefix}post_ffw_norm{suffix}") for suffix in (".weight", ""))
+        has_post_norms = self.has(self.norm_named(f"{prefix}post_ffw_norm"))
         is_beside = self.has(f"{prefix}pre_ffw_norm_2.weight")
         before = [norm("attn_norm"), None if is_beside else norm("ffn_norm")]
         after = [norm("post_attention_norm"), norm("post_ffw_norm")] if has_post_norms else [None, None]
@@ -289,12 +288,7 @@ class ModelReader(AttentionReader, RecurrentReader, FeedForwardReader):
                 if self.family.adds_begin:
                     yield read_begin(self, prefix, self.dim)
                 return
-            # Falcon H1's files have a name without ".weight".
-            suffixes = ["" if self.has(f"{prefix}{name}") else ".weight" for name in names]
-            before = [
-                self.required(f"{prefix}{name}{suffix}", self.dim)
-                for name, suffix in zip(names, suffixes, strict=True)
-            ]
+            before = [self.required(self.norm_named(prefix + name), self.dim) for name in names]
         operator = self.mixing_of(i, prefix)
         yield Sublayer(before[0], operator, after[0])
         if self.family.recurrent_beside:

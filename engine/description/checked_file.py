@@ -63,6 +63,10 @@ class CheckedFile:
     def has(self, tensor: str) -> bool:
         return tensor in self.file.tensors
 
+    def norm_named(self, name: str) -> str:
+        """The tensor of a norm: some files have names without ".weight" (PLaMo, Falcon H1)."""
+        return name if self.has(name) else f"{name}.weight"
+
     def check(self, tensor: str, shape: tuple[int, ...]) -> int:
         """The type of a tensor. Raises ModelFileError if the file does not have it with this shape."""
         info = self.file.tensors.get(tensor)

@@ -110,8 +110,7 @@ class RecurrentReader(HeadReader):
         )
 
         def norm(x: str, n: int) -> Vector | None:
-            bare = f"{prefix}ssm_{x}_norm"  # PLaMo's files have names without ".weight"
-            return self.vector(bare if self.has(bare) else f"{bare}.weight", n)
+            return self.vector(self.norm_named(f"{prefix}ssm_{x}_norm"), n)
 
         def of_heads(tensor: str, each: int) -> Vector:
             return replace(self.required(f"{prefix}{tensor}", heads), size=heads * each, each=each)
