@@ -128,49 +128,25 @@ def install(dev: str) -> None:
     from engine.fixes import library_search
 
     library_search.apply()
-    from engine.fixes import (
-        codegen_threads,
-        compiler_processes,
-        graph_nodes,
-        graph_rewrites,
-        index_lowering,
-        slice_shapes,
-        unused_renderers,
-    )
+    from engine.fixes import codegen_threads, compiler_processes, unused_renderers
 
-    for fix in (
-        codegen_threads, compiler_processes, graph_nodes, graph_rewrites, index_lowering, slice_shapes,
-    ):  # fmt: skip
-        fix.apply()
-    unused_renderers.apply(dev)
+    codegen_threads.apply()
+    compiler_processes.apply()
     device = _device(dev)
+    change_kernels(device)
+    unused_renderers.apply(dev)
     if device == "CPU":
         from engine.fixes import compiler_output
 
         compiler_output.apply()
     if device in ("CUDA", "NV"):
-        from engine.fixes import cuda_headers, float_instructions, single_elements
+        from engine.fixes import cuda_headers
 
-        for fix in (cuda_headers, float_instructions, single_elements):
-            fix.apply()
+        cuda_headers.apply()
     if device == "CUDA":
-        from engine.fixes import (
-            driver_calls,
-            dynamic_shared,
-            early_launch,
-            graph_leftovers,
-            graph_sizes,
-            idle_threads,
-            load_order,
-            streamed_loads,
-            warpgroup_products,
-        )
+        from engine.fixes import driver_calls, graph_leftovers, graph_sizes
 
-        # In this order: two of them come after others, as they say.
-        for fix in (
-            driver_calls, dynamic_shared, early_launch, graph_leftovers, graph_sizes, load_order, idle_threads,
-            streamed_loads, warpgroup_products,
-        ):  # fmt: skip
+        for fix in (driver_calls, graph_leftovers, graph_sizes):  # the second comes after others, as it says
             fix.apply()
     if device == "NV":
         from engine.fixes import nv_windows, visible_gpus
@@ -180,6 +156,35 @@ def install(dev: str) -> None:
         from engine.tegra import device as tegra
 
         tegra.install()
+
+
+def change_kernels(device: str) -> None:
+    """Applies the fixes to tinygrad that the kernels of a device ("CPU", "CUDA", "NV") follow from, also where another
+    one stands in for it."""
+    from engine.fixes import graph_nodes, graph_rewrites, index_lowering, slice_shapes
+
+    for fix in (graph_nodes, graph_rewrites, index_lowering, slice_shapes):
+        fix.apply()
+    if device in ("CUDA", "NV"):
+        from engine.fixes import float_instructions, single_elements
+
+        float_instructions.apply()
+        single_elements.apply()
+    if device == "CUDA":
+        from engine.fixes import (
+            dynamic_shared,
+            early_launch,
+            idle_threads,
+            load_order,
+            streamed_loads,
+            warpgroup_products,
+        )
+
+        # In this order: one of them comes after another, as it says.
+        for fix in (
+            dynamic_shared, early_launch, load_order, idle_threads, streamed_loads, warpgroup_products,
+        ):  # fmt: skip
+            fix.apply()
 
 
 def open_device(dev: str) -> Callable[[], None]:

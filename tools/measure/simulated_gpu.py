@@ -43,26 +43,10 @@ def stand_in(chip: str, threads: int, is_nv: bool) -> list[Any]:
     from tinygrad import Device, UOp, codegen
     from tinygrad.runtime.support import compiler_cuda
 
-    from engine.fixes import (
-        dynamic_shared,
-        early_launch,
-        float_instructions,
-        graph_nodes,
-        graph_rewrites,
-        idle_threads,
-        index_lowering,
-        load_order,
-        single_elements,
-        slice_shapes,
-        streamed_loads,
-        warpgroup_products,
-    )
+    from engine import backends
     from engine.targets.nvidia.weights import GPUModel
 
-    of_all = graph_nodes, graph_rewrites, index_lowering, slice_shapes, float_instructions, single_elements
-    of_cuda = dynamic_shared, early_launch, load_order, idle_threads, streamed_loads, warpgroup_products
-    for fix in of_all if is_nv else of_all + of_cuda:
-        fix.apply()
+    backends.change_kernels("NV" if is_nv else "CUDA")
     _tell(chip, threads, is_nv)
     stock, programs = codegen.do_to_program, list[UOp]()
 
